@@ -1,0 +1,1 @@
+"""posttrain: reinforcement learning after pre-training."""

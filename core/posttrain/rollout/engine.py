@@ -1,0 +1,123 @@
+"""The engine contract: what a rollout body generates with.
+
+Token ids go in and come out; text never does. An engine starts without weights of its own making: it refuses to generate
+before the first commit, and from then on every token it returns carries the version of the weights that sampled it.
+Log-probs are of the distribution sampled from (temperature applied). The sampled stop token is part of the completion.
+
+The smallest engine implements the abstract methods below; `posttrain.testing.EngineContract` states the laws as tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from posttrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from posttrain.types import Completion, Request
+    from posttrain.weights.transport import Staged
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What every engine needs to start; plain data, picklable.
+
+    model_path         a Hugging Face folder (config, tokenizer, generation config); its weights need not be read
+    dtype              "float32" | "bfloat16": storage and compute of the engine
+    max_model_len      prompt plus completion, tokens
+    max_num_seqs       rows of one forward
+    eos_token_ids      every id that ends a completion
+    log_dir            where the engine's chatter goes
+    """
+
+    model_path: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    base_port: int = 8100
+    start_timeout_s: float = 300.0
+    log_dir: Path | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """One rollout body's generator. All methods are called from one event loop."""
+
+    api: ClassVar[int] = 1
+    name: ClassVar[str] = ""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the engine itself, under `rollout.options`."""
+
+    def __init__(self, spec: EngineSpec, options: Any = None) -> None:
+        self.spec = spec
+        self.options = options if options is not None else type(self).Options()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Bring the engine up with placeholder weights. Raises EngineStartError with the fix."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        """Yield every completion (`n` per request) as it finishes. Raises WeightSyncError before the first commit."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """Stop a request inside the engine; its unfinished samples come back with finish_reason "aborted"."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop decoding, keep the running requests. Returns when no forward is running."""
+
+    @abstractmethod
+    async def apply(self, staged: Staged) -> None:
+        """Write the staged weights in place, drop every cached prefix, stamp `staged.version`. Only between pause and resume."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on decoding; running requests continue under the new weights with a recomputed cache."""
+
+    @abstractmethod
+    def weight_version(self) -> int | None:
+        """The version of the weights in place; None before the first commit."""
+
+    @abstractmethod
+    async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-prob (temperature 1) of each token given those before it, from the second token on. For the canary."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free everything; idempotent."""
+
+
+def check_training_sampling(*, temperature: float, top_p: float, top_k: int, min_p: float) -> list[str]:
+    """The reasons why these sampling settings cannot be trained on, in words; empty when they can.
+
+    A nucleus changes the distribution sampled from; the trainer would need its mask to compute the same log-prob.
+    """
+    problems = []
+    if temperature <= 0:
+        problems.append(f"rollout.temperature={temperature} is greedy: every completion of a group is the same; use a value above 0")
+    for key, value, off in (("top_p", top_p, 1.0), ("top_k", top_k, 0), ("min_p", min_p, 0.0)):
+        if value != off:
+            problems.append(
+                f"rollout.{key}={value} samples from a cut distribution whose log-probs the trainer cannot recompute; "
+                f"set rollout.{key}={off} (evals may use it: validation.{key})"
+            )
+    return problems
+
+
+def refuse_training_sampling(*, temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> None:
+    """Raise ConfigError naming every setting that cannot be trained on, all at once."""
+    problems = check_training_sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    if problems:
+        raise ConfigError("these sampling settings cannot be used in training:\n  " + "\n  ".join(problems), code="sampling")
