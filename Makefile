@@ -1,0 +1,48 @@
+# Each target sets up what it needs. `make setup` alone creates .venv; repeated calls are quick.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint unit integration bench docs clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+INPUTS := requirements/cpu.txt requirements/install.sh pyproject.toml
+READY := $(VENV)/.ready-$(shell cat $(INPUTS) | cksum | cut -d' ' -f1)
+
+help:
+	@echo "make setup   create .venv from requirements/cpu.txt"
+	@echo "make demo    a tiny model learns arithmetic by GRPO on this machine"
+	@echo "make test    linter, type checker and all tests"
+	@echo "make bench   the benchmarks of docs/benchmarks.md"
+	@echo "make docs    the documentation as a static site in site/"
+
+setup: $(READY)
+
+$(READY):
+	@bash requirements/install.sh $(VENV) $(PYTHON)
+	@rm -f $(VENV)/.ready-* && touch $@
+
+demo: setup
+	@$(BIN)/posttrain train experiment=arithmetic_grpo
+
+test: lint unit integration
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/pytest tests --ignore=tests/integration --ignore=tests/benchmarks
+
+integration: setup
+	$(BIN)/pytest tests/integration
+
+bench: setup
+	$(BIN)/python tests/benchmarks/run.py
+
+docs: setup
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
+	@echo "site/index.html"
+
+clean:
+	rm -rf $(VENV) site dist build
