@@ -1,0 +1,144 @@
+"""Checkpoints: `checkpoints/step_N/`, written aside, fsynced, renamed. A crash at any byte leaves the last good one.
+
+A checkpoint of step N is a consistent cut: the policy (weights, optimizer, schedule, random state), the sampler's position,
+the ledger and the counters of the loop. Folders that are not exactly `step_<number>` are never read and never deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError, RunInterrupted
+
+STEP = re.compile(r"step_(\d+)\Z")
+LOOP_FILE = "loop.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk. `policy` is the folder that `Policy.load` takes."""
+
+    step: int
+    path: Path
+
+    @property
+    def policy(self) -> Path:
+        return self.path / "policy"
+
+    def loop_state(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / LOOP_FILE).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as exc:
+            raise DataError(
+                f"checkpoint {self.path} cannot be read",
+                cause=str(exc),
+                fix=f"resume from an older checkpoint: posttrain train --resume {self.path.parent}/step_<earlier>",
+            ) from exc
+
+
+def find(folder: Path) -> list[Checkpoint]:
+    """All complete checkpoints in `folder`, by step number."""
+    if not folder.is_dir():
+        return []
+    found = [
+        Checkpoint(int(match[1]), child)
+        for child in folder.iterdir()
+        if (match := STEP.match(child.name)) and (child / LOOP_FILE).is_file()
+    ]
+    return sorted(found, key=lambda c: c.step)
+
+
+def locate(path: Path) -> tuple[Path, Checkpoint]:
+    """Resolve what `--resume` was given (a run directory or one checkpoint) to the run directory and the checkpoint."""
+    if not path.exists():
+        raise DataError(
+            f"nothing to resume at {path}",
+            cause="the path does not exist",
+            fix="give a run directory or one of its checkpoints/step_N folders; `ls outputs` shows the runs",
+        )
+    if STEP.match(path.name):
+        run = path.parent.parent
+        wanted = [c for c in find(path.parent) if c.path.name == path.name]
+        if not wanted:
+            raise DataError(
+                f"{path} is not a complete checkpoint",
+                cause=f"it has no {LOOP_FILE}",
+                fix=f"--resume {run} takes the newest complete one",
+            )
+        return run, wanted[0]
+    found = find(path / "checkpoints")
+    if not found:
+        raise DataError(
+            f"{path} has no complete checkpoint",
+            cause="the run ended before its first one (checkpoint.every)",
+            fix="start it anew, with checkpoint.every=N",
+        )
+    return path, found[-1]
+
+
+def write(folder: Path, step: int, save_policy: Callable[[Path], None], loop_state: dict[str, Any]) -> Checkpoint:
+    """Write `folder/step_N`. Raises RunInterrupted when the disk is full or refuses; older checkpoints stay as they are."""
+    target, aside = folder / f"step_{step}", folder / f"tmp_step_{step}"
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        (aside / "policy").mkdir(parents=True)
+        save_policy(aside / "policy")
+        (aside / LOOP_FILE).write_text(json.dumps(loop_state), encoding="utf-8")
+        _sync_tree(aside)
+        if target.exists():
+            set_aside(target)
+        aside.rename(target)
+        _sync(folder)
+    except OSError as exc:
+        shutil.rmtree(aside, ignore_errors=True)
+        full = exc.errno == errno.ENOSPC
+        raise RunInterrupted(
+            f"checkpoint of step {step} was not written to {folder}",
+            cause="the disk is full" if full else str(exc),
+            fix="free space (checkpoint.keep_last) and resume; the checkpoints before this one are intact",
+            code="disk-full" if full else "checkpoint",
+        ) from exc
+    return Checkpoint(step, target)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a folder or file to the first free `NAME.superseded[.n]`; nothing is deleted."""
+    fresh, n = path.with_name(f"{path.name}.superseded"), 1
+    while fresh.exists():
+        fresh, n = path.with_name(f"{path.name}.superseded.{n}"), n + 1
+    path.rename(fresh)
+    return fresh
+
+
+def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Delete the checkpoints that the retention does not keep; returns their steps. The newest always stays."""
+    found = find(folder)
+    newest = {c.step for c in found[-max(keep_last or len(found), 1) :]}
+    gone = [c for c in found if c.step not in newest and not (keep_every and c.step % keep_every == 0)]
+    for checkpoint in gone:
+        shutil.rmtree(checkpoint.path)
+    return [c.step for c in gone]
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

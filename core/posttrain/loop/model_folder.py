@@ -1,0 +1,84 @@
+"""Where a run's model lives: the folder named by the config, or one that `model.factory` writes once and later runs reuse.
+
+A factory is a function `(out: Path, **kwargs) -> None` that writes a Hugging Face folder: a tiny model made by code, weights
+unpacked from a package. Its folder is named by the factory, its arguments and the version of its module's code, so a changed
+factory makes a new one; it is written aside and renamed, so a killed run leaves no half model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.schema import ModelConfig
+from posttrain.errors import ConfigError, EngineStartError, PosttrainError
+
+
+def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = print) -> str:
+    """The path (or hub name) of the model. Builds it under `root/models` when `model.factory` is set."""
+    if config.factory is None:
+        return config.name_or_path
+    build = import_dotted(config.factory, "model.factory")
+    out = root / "models" / f"{build.__module__.rsplit('.', 1)[-1]}-{_fingerprint(build, config.factory_kwargs)}"
+    if (out / "config.json").is_file():
+        say(f"model: {out} (made by {config.factory} in an earlier run)")
+        return str(out)
+    say(f"model: making {out} with {config.factory}")
+    aside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        build(aside, **config.factory_kwargs)
+        if not (aside / "config.json").is_file():
+            raise EngineStartError(
+                f"model.factory {config.factory} wrote no config.json into {aside}",
+                fix="end it with model.save_pretrained(out) and tokenizer.save_pretrained(out)",
+            )
+        if not out.exists():
+            aside.rename(out)
+    except TypeError as exc:
+        raise ConfigError(
+            f"model.factory {config.factory} refused its arguments {config.factory_kwargs}",
+            cause=str(exc),
+            fix="correct model.factory_kwargs",
+        ) from exc
+    except PosttrainError:
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return str(out)
+
+
+def import_dotted(path: str, key: str) -> Callable[..., Any]:
+    """Import `package.module:attribute` (or with a dot). Raises ConfigError naming the config key."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module or not name:
+        raise ConfigError(f"{key}={path!r} is not a dotted path", fix=f"write {key}=package.module:function")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"{key}={path!r} cannot be imported",
+            cause=f"{type(exc).__name__}: {exc}",
+            fix="install the package that holds it, or correct the path (form: package.module:function)",
+        ) from exc
+    if not callable(found):
+        raise ConfigError(f"{key}={path!r} is a {type(found).__name__}, not a function", fix="name a function")
+    return found
+
+
+def _fingerprint(build: Callable[..., Any], kwargs: dict[str, Any]) -> str:
+    import inspect
+
+    try:
+        code = inspect.getsource(inspect.getmodule(build) or build)
+    except (OSError, TypeError):
+        code = ""
+    text = json.dumps([build.__module__, getattr(build, "__qualname__", ""), kwargs, code], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
