@@ -102,6 +102,12 @@ class DataError(PosttrainError, ValueError):
     code, exit_code = "data", EXIT_DATA
 
 
+class BatchError(PosttrainError, ValueError):
+    """A batch of tokens or rewards lacks what the objective needs, or contradicts itself: a fault of the caller."""
+
+    code = "batch"
+
+
 class PackerError(PosttrainError, ValueError):
     """A DataPacker was built or used against its contract."""
 
