@@ -12,6 +12,7 @@ Anything else is raised by its class: `raise ConfigError("…", fix="…")`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +80,10 @@ def _rebuild(cls: type[PosttrainError], message: str, options: dict[str, Any], s
 
 
 class ConfigError(PosttrainError, ValueError):
-    """The configuration cannot work. Raised before anything starts."""
+    """The configuration cannot work. Raised before anything starts. `problems` lists each when there are several."""
 
     code, exit_code = "config", EXIT_CONFIG
+    problems: Sequence[object] = ()
 
 
 class MissingConfigException(ConfigError):

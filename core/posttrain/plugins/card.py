@@ -1,0 +1,174 @@
+"""What a plug-in says about itself, read from its source without importing it.
+
+The file that an entry point names is found on `sys.path` and parsed with `ast`: the first line of the docstring is the help, a
+class variable `api = 1` the contract's version, and the annotated fields of the nested `Options` its options, those of base
+classes in other files included. So a card exists for broken plug-ins and for plug-ins whose dependencies are absent, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from posttrain.plugins.source import Scope, open_module
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option as written: `type` and `default` are source text; `default` None means that it must be given."""
+
+    name: str
+    type: str
+    default: str | None
+    help: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """help, api and options of a plug-in. `complete` is false when a base class could not be read, so options may be missing.
+
+    `problem` says why the source could not be read; `missing` names top-level imports of the file that are not installed.
+    """
+
+    file: str = ""
+    line: int = 0
+    help: str = ""
+    api: int = 1
+    options: tuple[Option, ...] = ()
+    complete: bool = True
+    problem: str = ""
+    missing: tuple[str, ...] = ()
+
+
+def find_source(module: str) -> Path | None:
+    """The file of a module, found without importing it or its packages."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    name = top
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def read_card(value: str) -> Card:
+    """The card of `module:attr`, or of a module. Never raises for a broken plug-in: `problem` says what is wrong."""
+    module, _, attr = value.partition(":")
+    file = find_source(module)
+    if file is None:
+        return Card(problem=f"there is no source file of module {module!r}")
+    try:
+        scope = open_module(module, file, find_source)
+    except (OSError, SyntaxError, ValueError) as exc:
+        return Card(file=str(file), problem=f"{type(exc).__name__}: {exc}")
+    missing = _missing_imports(scope, module)
+    if not attr:
+        return Card(str(file), 1, _first_line(ast.get_docstring(scope.tree)), missing=missing)
+    found = scope.find(attr)
+    if found is None:
+        return Card(
+            str(file),
+            1,
+            _first_line(ast.get_docstring(scope.tree)),
+            complete=False,
+            missing=missing,
+            problem="" if scope.has_name(attr) else f"{file} does not define {attr!r}",
+        )
+    owner, node = found
+    if isinstance(node, ast.FunctionDef):
+        return Card(str(file), node.lineno, _first_line(ast.get_docstring(node)), complete=False, missing=missing)
+    fields, complete = _option_fields(owner, node)
+    return Card(
+        file=str(owner.file),
+        line=node.lineno,
+        help=_first_line(ast.get_docstring(node) or ast.get_docstring(owner.tree)),
+        api=_api(node),
+        options=tuple(fields.values()),
+        complete=complete,
+        missing=missing,
+    )
+
+
+def _first_line(docstring: str | None) -> str:
+    return docstring.strip().partition("\n")[0].strip() if docstring else ""
+
+
+def _api(node: ast.ClassDef) -> Any:
+    """The literal assigned to `api` in the class body; 1 when there is none."""
+    for statement in node.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        value = getattr(statement, "value", None)
+        if any(isinstance(t, ast.Name) and t.id == "api" for t in targets) and isinstance(value, ast.Constant):
+            return value.value
+    return 1
+
+
+def _option_fields(scope: Scope, node: ast.ClassDef) -> tuple[dict[str, Option], bool]:
+    """The fields of the `Options` that `node` nests, assigns or inherits, and whether all of its bases could be read."""
+    nested = scope.member(node, "Options")
+    if nested is None:
+        return {}, not node.bases
+    return _fields_of(*nested, depth=0)
+
+
+def _fields_of(scope: Scope, node: ast.ClassDef, depth: int) -> tuple[dict[str, Option], bool]:
+    fields: dict[str, Option] = {}
+    complete = depth < 20
+    for base in reversed(node.bases) if complete else ():
+        found = scope.resolve_class(base)
+        if found is None:
+            complete = complete and isinstance(base, ast.Name) and base.id in ("object", "Generic", "Protocol")
+            continue
+        inherited, known = _fields_of(*found, depth=depth + 1)
+        fields |= inherited
+        complete = complete and known
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            annotation = ast.unparse(statement.annotation)
+            if not annotation.startswith(("ClassVar", "typing.ClassVar")):
+                fields[statement.target.id] = Option(
+                    statement.target.id,
+                    annotation,
+                    _default(statement.value),
+                    scope.comment(statement.lineno, statement.end_lineno),
+                )
+    return fields, complete
+
+
+def _default(value: ast.expr | None) -> str | None:
+    """The source text of a field's default, seen through `field(default=…)`."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] == "field":
+        given = {keyword.arg: keyword.value for keyword in value.keywords}
+        if "default" in given:
+            return ast.unparse(given["default"])
+        return f"{ast.unparse(given['default_factory'])}()" if "default_factory" in given else None
+    return None if value is None else ast.unparse(value)
+
+
+def _missing_imports(scope: Scope, module: str) -> tuple[str, ...]:
+    """Top-level modules that the file imports unconditionally and that are not installed."""
+    wanted = set()
+    for statement in scope.tree.body:
+        if isinstance(statement, ast.Import):
+            wanted |= {alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            wanted.add(statement.module.partition(".")[0])
+    own = module.partition(".")[0]
+    return tuple(sorted(name for name in wanted if name != own and name not in sys.modules and not _installed(name)))
+
+
+def _installed(top: str) -> bool:
+    try:
+        return top in sys.builtin_module_names or importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False

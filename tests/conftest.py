@@ -1,0 +1,42 @@
+"""Fixtures that several areas share."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+FakeDistribution = Callable[..., Path]
+
+
+@pytest.fixture
+def fake_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDistribution:
+    """Installs a distribution for one test: metadata, entry points and files in a folder at the front of sys.path."""
+
+    def install(
+        name: str,
+        *,
+        version: str = "1.0",
+        points: Mapping[str, Mapping[str, str]],
+        files: Mapping[str, str],
+        requires: Sequence[str] = (),
+    ) -> Path:
+        root = tmp_path / f"site-{name}"
+        info = root / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        groups = (
+            f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items()) for group, entries in points.items()
+        )
+        (info / "entry_points.txt").write_text("\n".join(groups))
+        for path, text in files.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        monkeypatch.syspath_prepend(str(root))
+        importlib.invalidate_caches()
+        return root
+
+    return install
