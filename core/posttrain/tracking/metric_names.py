@@ -1,0 +1,98 @@
+"""Every metric of a run: name, unit, meaning, who emits it. `docs/reference/metrics.md` is generated from this file.
+
+A name with `<…>` stands for a family (`reward/<part>`: one metric for each part that the environment names). `find(name)` gives
+the definition of a concrete name, or None; a test holds that the code emits no name without one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One definition. `emitter` is the part that computes it; all values are over the whole batch step unless said."""
+
+    name: str
+    unit: str
+    emitter: str
+    meaning: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile("".join("[^/]+" if p.startswith("<") else re.escape(p) for p in re.split(r"(<\w+>)", self.name)))
+
+
+SECTIONS: dict[str, list[Metric]] = {}
+"""Section title -> definitions, in the order of the page."""
+
+
+def _define(section: str, emitter: str, *rows: tuple[str, str, str]) -> None:
+    SECTIONS.setdefault(section, []).extend(Metric(name, unit, emitter, meaning) for name, unit, meaning in rows)
+
+
+_define(
+    "Reward", "loop",
+    ("reward/mean", "reward", "Mean over the batch's scorable trajectories, trained or not."),
+    ("reward/std", "reward", "Standard deviation of the same (population form)."),
+    ("reward/min", "reward", "Smallest of the same."),
+    ("reward/max", "reward", "Largest of the same."),
+    ("reward/<part>", "reward", "Mean of one named part of the reward, over the trajectories that have it."),
+    ("rollout/unscorable_count", "trajectories", "Trajectories without a usable reward: in no baseline, and not trained."),
+    ("rollout/unscorable/<cause>", "trajectories", "The same, by cause: exception, time-out, NaN and so on."),
+)
+_define(
+    "Groups", "loop",
+    ("train/informative_group_count", "groups", "Groups whose rewards disagree: the ones that there is something to learn from."),
+    ("train/uninformative_group_count", "groups", "The other groups: rewards agree, or fewer than two are usable."),
+    ("train/grpo_all_zero_group_count", "groups", "Uninformative groups with every reward 0. Many: the task is too hard."),
+    ("train/grpo_all_one_group_count", "groups", "Uninformative groups with every reward 1. Many: the task is too easy."),
+    ("train/effective_batch", "trajectories", "Trajectories that trained, after uninformative groups were left out."),
+)
+_define(
+    "Lengths and tokens", "loop",
+    ("length/mean", "tokens", "Mean completion length (environment tokens included)."),
+    ("length/std", "tokens", "Standard deviation of the completion length."),
+    ("length/min", "tokens", "Shortest completion."),
+    ("length/max", "tokens", "Longest completion."),
+    ("rollout/truncated_share", "share", "Trajectories that hit rollout.max_tokens instead of stopping."),
+    ("tokens/generated", "tokens", "Tokens that the model sampled in this step."),
+)
+_define(
+    "Training", "policy",
+    ("loss", "", "Loss, summed over the micro-batches and averaged over the optimizer steps; null when nothing trained."),
+    ("grad_norm", "", "Global gradient norm before clipping, mean over the optimizer steps."),
+    ("tokens/trained", "tokens", "Positions with mask true in the rows that trained."),
+    ("policy/ratio_min", "", "Smallest ratio of trainer to engine probability of a trained token, at the first optimizer step."),
+    ("policy/ratio_mean", "", "Mean of the same."),
+    ("policy/ratio_max", "", "Largest of the same."),
+)
+_define(
+    "Time", "loop",
+    ("time/step_s", "s", "The whole batch step, validation and checkpoint not included."),
+    ("time/rollout_s", "s", "Generation and scoring."),
+    ("time/train_s", "s", "Everything in the policy: packing, ahead pass, forward, backward, optimizer."),
+    ("time/sync_s", "s", "Publishing the new weights and bringing the engine to them."),
+)
+_define(
+    "Held-out validation (validation.jsonl; step 0 is before training)", "loop",
+    ("validation/reward/mean", "reward", "Mean reward on prompts that training never draws; unscorable samples are left out."),
+    ("validation/<env>/reward/mean", "reward", "The same, for one environment."),
+    ("validation/prompts", "prompts", "How many held-out prompts."),
+    ("validation/unscorable_count", "trajectories", "Samples without a usable reward."),
+    ("validation/length/mean", "tokens", "Mean completion length."),
+    ("validation/truncated_share", "share", "Samples that hit the length limit."),
+    ("validation/time_s", "s", "Duration of the validation."),
+)
+
+
+def definitions() -> list[Metric]:
+    """All definitions, in the order of the page."""
+    return [metric for section in SECTIONS.values() for metric in section]
+
+
+def find(name: str) -> Metric | None:
+    """The definition of a concrete metric name; exact names win over families."""
+    exact = next((m for m in definitions() if m.name == name), None)
+    return exact or next((m for m in definitions() if "<" in m.name and m.pattern.fullmatch(name)), None)

@@ -1,0 +1,152 @@
+"""The run directory: where everything about one run lies. Local files, no account.
+
+    <root>/<name>-<time>/
+        config.yaml  overrides.txt  provenance.json      what was asked for, and what answered
+        metrics.jsonl  validation.jsonl                  one object per batch step; one per held-out validation
+        rollouts/step_000012.parquet                     every trajectory, to the token
+        events.jsonl  logs/<role>.log                    what each role did when; what it said
+        checkpoints/  ledger/                            written by the loop
+        run.lock                                         held while a process writes here
+
+The root is `--run`, else `POSTTRAIN_OUTPUT_ROOT`, else `IMAGINAIRE_OUTPUT_ROOT`, else `./outputs`.
+Two runs never share a directory: creation is exclusive, and a lock is held while the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from posttrain.errors import ConfigError
+from posttrain.tracking.files import write_text, writing
+from posttrain.tracking.lock import RunLock
+
+ROOT_VARIABLES = ("POSTTRAIN_OUTPUT_ROOT", "IMAGINAIRE_OUTPUT_ROOT")
+CHECKPOINT = re.compile(r"step_(\d+)")
+
+
+def output_root(flag: str | Path | None = None) -> Path:
+    """Where new runs go: the flag, else the environment, else ./outputs."""
+    chosen = flag or next((os.environ[v] for v in ROOT_VARIABLES if os.environ.get(v)), None) or "outputs"
+    return Path(chosen).expanduser().absolute()
+
+
+def find_run(path: str | Path) -> Path:
+    """The run directory that `path` names: itself, or the run that owns this checkpoint. Raises ConfigError."""
+    given = Path(path).expanduser().absolute()
+    candidates = [given, given.parent.parent] if CHECKPOINT.fullmatch(given.name) else [given]
+    for folder in candidates:
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(
+        f"there is no run at {path}",
+        cause="no such folder" if not given.exists() else "the folder holds no config.yaml",
+        fix="give the directory that the run printed at its start, or one of its checkpoints (RUN/checkpoints/step_N)",
+        where=str(given),
+        anchor="troubleshooting.md#there-is-no-run-at-this-path",
+        code="no_run",
+    )
+
+
+class RunDir:
+    """One run's directory, locked by this process until `close()`. Use `create` or `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = RunLock(path)
+        with writing(path):
+            for folder in (self.rollouts, self.logs, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, root: str | Path | None, name: str) -> RunDir:
+        """Make a new directory `<root>/<name>-<time>`. Raises ConfigError when the root cannot be written."""
+        if not re.fullmatch(r"[\w.+=@-]+", name) or name.startswith("."):
+            raise ConfigError(
+                f"name={name!r} cannot name a run directory",
+                fix="use letters, digits and . _ - + = @ (a folder for all runs is --run)",
+                where="name",
+            )
+        base = output_root(root)
+        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            with writing(base):
+                base.mkdir(parents=True, exist_ok=True)
+                return cls(_make_unique(base, stem))
+        except (PermissionError, FileExistsError, NotADirectoryError) as exc:
+            raise ConfigError(
+                f"cannot create a run directory under {base}",
+                cause=f"{type(exc).__name__}: {exc.strerror}",
+                fix=f"give a folder that you may write to: --run FOLDER, or set {ROOT_VARIABLES[0]}",
+                where=str(base),
+                anchor="troubleshooting.md#cannot-create-a-run-directory",
+                code="output_root",
+            ) from exc
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """Take an existing run (or one of its checkpoints) to go on with it. Raises ConfigError."""
+        return cls(find_run(path))
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.path / "validation.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    def write_config(self, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+        """Write the resolved config as YAML, and the overrides exactly as typed, one a line."""
+        import yaml
+
+        write_text(self.path / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True))
+        write_text(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
+
+    def write_provenance(self, *, tags: Mapping[str, str] | None = None, threads: int | None = None) -> None:
+        """Write provenance.json, once per start: a resumed run keeps the earlier ones in its list."""
+        from posttrain.tracking.provenance import append_provenance
+
+        append_provenance(self.path / "provenance.json", tags=tags, threads=threads)
+
+    def close(self) -> None:
+        """Release the lock; idempotent."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _make_unique(base: Path, stem: str) -> Path:
+    for number in range(1, 10_000):
+        path = base / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"10,000 runs named {stem}")

@@ -1,0 +1,84 @@
+"""`posttrain show RUN [--step N]`: sample rollouts of a step with their rewards, parts and advantages. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from posttrain.tracking.metrics import read_metrics, read_validation
+from posttrain.tracking.rollouts import read_rollouts, rollout_steps
+from posttrain.tracking.run_dir import find_run
+from posttrain.tracking.summary import HELD_OUT
+from posttrain.tracking.text import number, printable
+
+Row = Mapping[str, Any]
+
+
+def show(run: str | Path, step: int | None = None, *, groups: int = 3, samples: int = 4, console: Console | None = None) -> None:
+    """Print up to `groups` prompts of a step (default: the last) with up to `samples` answers each.
+
+    Groups with the widest spread of rewards come first, and in a group the best and the worst answers.
+    Raises ConfigError when there is no such run or step.
+    """
+    folder = find_run(run)
+    out = console or Console()
+    rows = read_rollouts(folder, step)
+    shown = rows[0]["step"] if rows else step
+    out.print(Text(_headline(folder, shown, rows), style="bold"))
+    by_group: dict[str, list[Row]] = {}
+    for row in rows:
+        by_group.setdefault(row["group_id"], []).append(row)
+    for members in sorted(by_group.values(), key=_spread, reverse=True)[:groups]:
+        out.print(_group_panel(members, samples))
+    left = len(by_group) - groups
+    if left > 0:
+        out.print(Text(f"{left} more groups in {folder / 'rollouts'}", style="dim"))
+
+
+def _headline(folder: Path, step: int | None, rows: Sequence[Row]) -> str:
+    metrics = {row["step"]: row for row in read_metrics(folder)}.get(step, {})
+    held_out = [row[HELD_OUT] for row in read_validation(folder) if row.get(HELD_OUT) is not None]
+    reward = number(metrics.get("reward/mean"))
+    parts = [f"step {step} of {max(rollout_steps(folder))}", f"{len(rows)} answers", f"mean reward {reward}"]
+    if held_out:
+        parts.append(f"held-out {number(held_out[0])} → {number(held_out[-1])}")
+    return " · ".join(parts)
+
+
+def _spread(rows: Sequence[Row]) -> float:
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    return max(rewards, default=0.0) - min(rewards, default=0.0)
+
+
+def _group_panel(rows: Sequence[Row], samples: int) -> Panel:
+    ranked = sorted(rows, key=lambda r: float("-inf") if r["reward"] is None else r["reward"], reverse=True)
+    best = (samples + 1) // 2
+    chosen = ranked if len(ranked) <= samples else [*ranked[:best], *ranked[len(ranked) - samples + best :]]
+    parts = [Text(printable(_prompt(rows[0])), style="cyan")]
+    for row in chosen:
+        parts += [Text(_caption(row), style="bold" if row["advantage"] > 0 else "dim"), Text(printable(_completion(row)))]
+    title = f"{rows[0]['env']} {rows[0]['group_id']} · {len(rows)} answers"
+    return Panel(Group(*parts), title=Text(title), title_align="left")
+
+
+def _caption(row: Row) -> str:
+    reward = "unscorable" if row["reward"] is None else number(row["reward"])
+    bits = [f"reward {reward}"]
+    if row["reward"] is None and row["info"].get("cause"):
+        bits.append(str(row["info"]["cause"]))
+    if row["reward_parts"]:
+        bits.append("(" + ", ".join(f"{k} {number(v)}" for k, v in row["reward_parts"].items()) + ")")
+    return " · ".join([*bits, f"advantage {row['advantage']:+.3g}", f"{len(row['token_ids'])} tokens", row["finish_reason"]])
+
+
+def _prompt(row: Row) -> str:
+    return row["prompt"] or f"token ids {row['prompt_ids']}"
+
+
+def _completion(row: Row) -> str:
+    return row["completion"] or f"token ids {row['token_ids']}"

@@ -1,0 +1,87 @@
+"""What a run came to, read from its own files: held-out reward before and after, steps, time by phase, where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.tracking.metrics import read_metrics, read_validation
+from posttrain.tracking.text import duration, number
+
+HELD_OUT = "validation/reward/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The end of a run. Rewards are None where there was no validation; seconds are sums over all steps."""
+
+    run: Path
+    outcome: str
+    steps: int
+    total_steps: int
+    held_out_before: float | None
+    held_out_after: float | None
+    reward_first: float | None
+    reward_last: float | None
+    seconds: Mapping[str, float]
+    generated_tokens: int
+
+    def lines(self) -> list[str]:
+        """The summary as the lines that a person reads."""
+        total = self.seconds.get("step", 0.0)
+        out = [f"{self.outcome}: {self.steps} of {self.total_steps} batch steps in {duration(total)}"]
+        if self.held_out_before is not None or self.held_out_after is not None:
+            out.append(f"  held-out reward   {number(self.held_out_before)} before → {number(self.held_out_after)} after")
+        if self.reward_first is not None:
+            out.append(f"  training reward   {number(self.reward_first)} at the start → {number(self.reward_last)} at the end")
+        if total:
+            split = {k: v for k, v in self.seconds.items() if k not in ("step", "validation")}
+            split["other"] = max(total - sum(split.values()), 0.0)
+            shares = " · ".join(f"{name} {value / total:.0%}" for name, value in split.items())
+            speed = f" · {number(self.generated_tokens / total)} tokens/s"
+            out.append(f"  time              {shares}{speed}")
+        out += [f"  run               {self.run}", f"  look at samples   posttrain show {self.run}"]
+        return out
+
+
+def summarise(run: Path, total_steps: int, outcome: str = "Done") -> Summary:
+    """Read the summary of a run from its metrics and validation files."""
+    rows, held_out = read_metrics(run), read_validation(run)
+    rewards = [row["reward/mean"] for row in rows if isinstance(row.get("reward/mean"), int | float)]
+    edge = max(len(rewards) // 10, 1)
+    scores = [(row["step"], row[HELD_OUT]) for row in held_out if row.get(HELD_OUT) is not None]
+    seconds = {name: _total(rows, f"time/{name}_s") for name in ("step", "rollout", "train", "sync")}
+    return Summary(
+        run=run,
+        outcome=outcome,
+        steps=max((row["step"] for row in rows), default=0),
+        total_steps=total_steps,
+        held_out_before=next((score for step, score in scores if step == 0), None),
+        held_out_after=next((score for step, score in reversed(scores) if step > 0), None),
+        reward_first=sum(rewards[:edge]) / edge if rewards else None,
+        reward_last=sum(rewards[-edge:]) / edge if rewards else None,
+        seconds={**seconds, "validation": _total(held_out, "validation/time_s")},
+        generated_tokens=int(_total(rows, "tokens/generated")),
+    )
+
+
+def zero_start_advice(metrics: Mapping[str, Any]) -> str | None:
+    """What to say when the model scores nothing before step 1; None when it scores something."""
+    score = metrics.get(HELD_OUT)
+    if score is None or score > 0:
+        return None
+    cut = metrics.get("validation/truncated_share", 0.0)
+    if cut > 0.5:
+        hint = f"{cut:.0%} of the answers were cut off: raise rollout.max_tokens (and rollout.max_model_len) first"
+    else:
+        hint = "look at what it answers (posttrain show), check the prompt and the answer format, or take an easier task"
+    return (
+        "The model scores 0 on every held-out prompt before training. RL can only strengthen what the model does at least "
+        f"sometimes, so this run may learn nothing: {hint}."
+    )
+
+
+def _total(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(float(row.get(name) or 0.0) for row in rows)
