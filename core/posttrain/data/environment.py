@@ -1,0 +1,132 @@
+"""The environment contract: where prompts come from and what an answer is worth.
+
+An environment object is shared by all episodes and holds no state of any of them; what belongs to one episode is in its
+`EpisodeState`. It is sent to the processes that score synchronous rewards, so it must pickle (classes of a notebook do).
+A reward that cannot be computed is unscorable, never 0: raise, or return `Reward(None)`. The smallest environment:
+
+    class Parity(Environment):
+        '''Say whether a number is even.'''
+
+        def dataset(self, split):
+            return [{"id": str(n), "n": n, "answer": "yes" if n % 2 == 0 else "no"} for n in range(100)]
+
+        def format_prompt(self, task):
+            return [{"role": "user", "content": f"Is {task['n']} even? Say yes or no."}]
+
+        def compute_reward(self, state):
+            return float(state.completion.strip().lower() == state.task["answer"])
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+from posttrain.types import Message, Reward, Trajectory
+
+Split: TypeAlias = Literal["train", "test"]
+Prompt: TypeAlias = list[Message] | str | list[int]
+"""What a model is asked: chat messages (through the chat template), a plain text, or token ids for full control."""
+
+
+@runtime_checkable
+class RowDataset(Protocol):
+    """A map-style dataset: `datasets.Dataset`, a list, or anything with a length and rows by index.
+
+    A row is a mapping. Its `id` names it for ever; a row without one is named by its index.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """Everything about one episode, and the only place for what an environment wants to remember about it.
+
+    task         the dataset row
+    prompt       what `format_prompt` returned
+    messages     the conversation so far, the model's last turn included
+    completion   text of the model's last turn, without special tokens
+    trajectory   the token record; its reward fields are still empty
+    custom       free for the environment
+    seed         for the environment's own randomness; differs from episode to episode
+    """
+
+    task: Mapping[str, Any]
+    prompt: Prompt
+    messages: list[Message] = field(default_factory=list)
+    completion: str = ""
+    trajectory: Trajectory | None = None
+    custom: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+class Environment(ABC):
+    """Base class of every environment. `Options` are its settings under `environments[i].options`."""
+
+    api: ClassVar[int] = 1
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the environment; a frozen dataclass with defaults, nested in the subclass."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options: Any = type(self).Options() if options is None else options
+
+    @abstractmethod
+    def dataset(self, split: Split) -> RowDataset:
+        """The rows of `split`. The same options give the same rows with the same ids, on every machine and on every call."""
+
+    def format_prompt(self, task: Mapping[str, Any]) -> Prompt:
+        """What the model is asked about this row; the same in training and evals. Default: the row's `prompt`."""
+        return task["prompt"]  # type: ignore[no-any-return]
+
+    def env_response(self, state: EpisodeState) -> list[Message] | Awaitable[list[Message] | None] | None:
+        """The environment's answer to the model's last turn; None ends the episode. Default: a single turn."""
+        return None
+
+    @abstractmethod
+    def compute_reward(self, state: EpisodeState) -> Reward | float | Awaitable[Reward | float]:
+        """What the finished episode is worth. A plain function runs in a pool of processes, a coroutine on the event loop."""
+
+
+def episode(env: Environment, task: Mapping[str, Any], completion: str, *, seed: int = 0) -> EpisodeState:
+    """The state of a single-turn episode that was answered with `completion`."""
+    prompt = env.format_prompt(task)
+    asked: list[Message] = [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc, arg-type]
+    if isinstance(prompt, str):
+        asked = [{"role": "user", "content": prompt}]
+    return EpisodeState(task, prompt, [*asked, {"role": "assistant", "content": completion}], completion, seed=seed)
+
+
+def is_messages(prompt: object) -> bool:
+    """Whether a prompt is a list of chat messages (an empty list is not)."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows made on demand by `make(index)`: a dataset of any size that costs no memory.
+
+    `make` must depend on the index alone. Raises IndexError outside `0..size-1`.
+    """
+
+    def __init__(self, size: int, make: Any) -> None:
+        self._size, self._make = size, make
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._size))]
+        position = int(index) + self._size if index < 0 else int(index)
+        if not 0 <= position < self._size:
+            raise IndexError(f"row {index} of {self._size}")
+        return self._make(position)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._make(i) for i in range(self._size))

@@ -1,0 +1,200 @@
+"""The DataPacker contract: one object owns all shaping between a raw sample and what a model reads.
+
+Tokenizer, chat template, placeholders and masks of a model live here and nowhere else. A packer has no weights, calls no
+model, runs on the CPU and pickles. Token ids are the unit of exchange: what an engine sampled is never tokenised again.
+
+    prompt ──get_rollout_input──▶ {"prompt_ids"} ──engine──▶ Trajectory ──get_policy_input──▶ {"input_ids", "mask"}
+                                                                        ──policy_collate_fn──▶ {"input_ids": [B, L], …}
+
+`mask[t]` is about token `t` itself, not about the position that predicts it. The smallest packer subclasses the built-in one:
+
+    class Terse(DecoderOnlyPacker):
+        def get_rollout_input(self, prompt):
+            return super().get_rollout_input([{"role": "system", "content": "Be brief."}, *prompt])
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from posttrain.data.environment import Prompt
+from posttrain.data.hub import model_config
+from posttrain.data.special_tokens import SpecialTokens
+from posttrain.errors import PackerError, error
+from posttrain.types import Message, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+_TEMPLATE_FIX = "set model.chat_template to a Jinja template or to the path of a file that holds one"
+
+
+class DataPacker(ABC):
+    """Base class of every packer. The factory takes no argument; `setup` then binds the packer to a model.
+
+    tokenizer        of the model, None before `setup`
+    name_or_path     the model that the packer was set up for, "" before
+    special_tokens   what the tokenizer puts around a plain text, and the checks that follow from it
+    """
+
+    api: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        self.name_or_path = ""
+        self.tokenizer: Any = None
+        self.special_tokens = SpecialTokens()
+
+    def setup(self, name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:
+        """Load the tokenizer of `name_or_path`; `chat_template` (Jinja text or a file) replaces the tokenizer's own.
+
+        Raises PackerError: E14 for an empty name, and for a tokenizer that cannot be loaded. Returns the packer itself.
+        """
+        if not name_or_path:
+            raise error("E14")
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        except Exception as exc:
+            raise PackerError(
+                f"the tokenizer of {name_or_path!r} cannot be loaded",
+                cause=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no message'}",
+                fix="check model.name_or_path: a folder needs tokenizer.json or tokenizer_config.json beside config.json",
+            ) from exc
+        if chat_template is not None:
+            tokenizer.chat_template = read_chat_template(chat_template)
+        self.name_or_path, self.tokenizer = name_or_path, tokenizer
+        self.special_tokens = SpecialTokens.probe(tokenizer)
+        return self
+
+    @abstractmethod
+    def get_rollout_input(self, prompt: Prompt) -> dict[str, Any]:
+        """What the engine gets for a prompt: `{"prompt_ids": list[int], …}`."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids without special tokens: what rewards and people read."""
+
+    def get_rollout_output(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A completion as the environment sees it: `{"text": str, "messages": [assistant message]}`."""
+        text = self.decode(token_ids)
+        return {"text": text, "messages": [{"role": "assistant", "content": text}]}
+
+    @abstractmethod
+    def get_policy_input(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The training row: `{"input_ids": [L], "mask": [L], "rollout_logprobs": [L]}`, each entry about token `t` itself."""
+
+    @abstractmethod
+    def policy_compute_max_len(self, items: Sequence[Mapping[str, Any]]) -> int:
+        """The number of columns that a batch of rows needs, tokens."""
+
+    @abstractmethod
+    def policy_collate_fn(self, items: Sequence[Mapping[str, Any]], max_len: int) -> dict[str, torch.Tensor]:
+        """The rows as CPU tensors of shape `[B, max_len]`, padded on the right. Padding is found by length, never by id."""
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """The ids of the next turn's prompt: `ids` (prompt and sampled tokens so far) followed by `messages`.
+
+        Raises PackerError when the template cannot continue; the result always starts with `ids`.
+        """
+        raise PackerError(
+            f"{type(self).__name__} cannot continue a conversation",
+            cause="it does not implement extend(ids, messages)",
+            fix="implement it, or use a single-turn environment",
+        )
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Chat messages as text through the chat template. Raises PackerError when there is none."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise PackerError(
+                f"the tokenizer of {self.name_or_path!r} has no chat template, and the prompt is a list of messages",
+                cause="model.chat_template is not set and the model folder brings none",
+                fix=f"{_TEMPLATE_FIX}; or let the environment's format_prompt return a string",
+                where="model.chat_template",
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as exc:
+            raise PackerError(
+                f"the chat template of {self.name_or_path!r} failed on messages with roles {[m.get('role') for m in messages]}",
+                cause=f"{type(exc).__name__}: {exc}", fix=_TEMPLATE_FIX, where="model.chat_template",
+            ) from exc
+        return str(text)
+
+
+_REGISTRY: dict[str, str | Callable[[], DataPacker]] = {}
+"""Native packers by `model_type`: a plug-in reference or a zero-argument factory."""
+
+
+def register_data_packer(*model_types: str, factory: str | Callable[[], DataPacker]) -> None:
+    """Make `factory` (a plug-in name, a dotted path or a callable) the packer of these model types."""
+    for model_type in model_types:
+        _REGISTRY[model_type] = factory
+
+
+def init_data_packer(name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:
+    """The packer for a model, chosen by the `model_type` of its config.json, set up.
+
+    Text models get the decoder-only packer. Raises E14 (no name), E11 (a vision model without a native packer), and
+    PackerError for encoder-decoder models.
+    """
+    if not name_or_path:
+        raise error("E14")
+    config = model_config(name_or_path)
+    model_type = str(config.get("model_type", ""))
+    factory = _REGISTRY.get(model_type)
+    if factory is None and config.get("vision_config") is not None:
+        raise error("E11", model_type=model_type, known=", ".join(sorted(_REGISTRY)) or "none")
+    if factory is None and config.get("is_encoder_decoder"):
+        raise PackerError(f"model_type={model_type!r} is an encoder-decoder model", cause="only causal models can be trained",
+                          fix="choose a decoder-only model in model.name_or_path")
+    packer = load_packer(factory or "decoder_only")
+    return packer.setup(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
+
+
+def load_packer(ref: str | Callable[[], DataPacker]) -> DataPacker:
+    """A fresh, not yet set up packer from `rl.data.packer`: a plug-in name, or the path of a zero-argument factory.
+
+    Raises E9 when the path is not importable here, E10 when the factory returns something else.
+    """
+    from posttrain.plugins.build import build_packer
+    from posttrain.plugins.resolution import resolve
+
+    name = ref if isinstance(ref, str) else getattr(ref, "__qualname__", repr(ref))
+    factory = resolve("datapackers", ref, where="rl.data.packer")
+    try:
+        packer: DataPacker = build_packer(name, factory)
+    except TypeError as exc:
+        raise PackerError(
+            f"DataPacker factory {name!r} failed when it was called without arguments",
+            cause=f"{type(exc).__name__}: {exc}",
+            fix="give it no required parameters; the model arrives through setup(name_or_path)",
+            where="rl.data.packer",
+        ) from exc
+    return packer
+
+
+def require_packer(packer: DataPacker | None, owner: str) -> DataPacker:
+    """The packer, or E12 naming the part that cannot be built without one."""
+    if packer is None:
+        raise error("E12", owner=owner)
+    return packer
+
+
+def read_chat_template(value: str) -> str:
+    """The template itself from `model.chat_template`, which is Jinja text or the path of a file."""
+    if "{" in value or "\n" in value:
+        return value
+    path = Path(value).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise PackerError(
+            f"model.chat_template={value!r} is neither a Jinja template nor a readable file",
+            cause=f"{type(exc).__name__}: {exc.strerror}", fix=_TEMPLATE_FIX, where="model.chat_template",
+        ) from exc

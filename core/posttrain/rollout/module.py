@@ -1,0 +1,99 @@
+"""The embedded engine's own module: built from a config, filled by publications, scored by plain forwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.errors import EngineStartError, WeightSyncError
+from posttrain.rollout.decode import causal_mask, left_pad
+from posttrain.rollout.kv_cache import ATTENTION
+
+if TYPE_CHECKING:
+    from posttrain.rollout.engine import EngineSpec
+    from posttrain.weights.transport import Staged
+
+_SCORE_TOKENS = 8192
+"""Token budget of one forward of `score`."""
+
+
+def build_module(spec: EngineSpec) -> Any:
+    """The model of `spec.model_path` with seeded placeholder weights, in `spec.dtype`, on the CPU.
+
+    Raises EngineStartError: no such model, an unknown architecture, or attention that this engine does not implement.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from posttrain.data.hub import model_config
+
+    model_config(spec.model_path)
+    try:
+        config = AutoConfig.from_pretrained(spec.model_path)
+    except ValueError as exc:
+        raise _unknown(spec, exc) from exc
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    cut = "sliding_attention" in kinds and (window or 0) < spec.max_model_len
+    if cut or not kinds <= {"full_attention", "sliding_attention"}:
+        raise EngineStartError(
+            f"the hf engine cannot run {spec.model_path!r}", code="architecture",
+            cause=f"its layers are {', '.join(sorted(kinds))} with window {window}; this engine has full attention only",
+            fix="use rollout.engine=vllm, or a rollout.max_model_len within the window",
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype), attn_implementation=ATTENTION)
+        except ValueError as exc:
+            raise _unknown(spec, exc) from exc
+    return model.eval().requires_grad_(False)
+
+
+def _unknown(spec: EngineSpec, exc: Exception) -> EngineStartError:
+    import transformers
+
+    return EngineStartError(
+        f"transformers {transformers.__version__} cannot build the model {spec.model_path!r}",
+        cause=str(exc).splitlines()[0], code="architecture",
+        fix="a newer transformers may know its model_type; remote code is not run by this engine",
+    )
+
+
+def copy_weights(model: Any, staged: Staged) -> None:
+    """Write a publication into the module in place.
+
+    Raises WeightSyncError before the first byte unless names and shapes cover the module exactly.
+    """
+    own = dict(model.named_parameters())
+    given = dict(staged.tensors())
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    both = sorted(own.keys() & given.keys())
+    shapes = [f"{n} {tuple(given[n].shape)} for {tuple(own[n].shape)}" for n in both if own[n].shape != given[n].shape]
+    if missing or unknown or shapes:
+        raise WeightSyncError(
+            f"publication {staged.version} does not fit the engine's model",
+            cause="; ".join(f"{label}: {', '.join(names[:4])} ({len(names)})"
+                            for label, names in (("missing", missing), ("unknown", unknown), ("shape", shapes)) if names),
+            fix="policy and engine must be built from the same model folder", retryable=False,
+        )
+    with torch.no_grad():
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+
+
+@torch.inference_mode()
+def score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
+    """Log-probs at temperature 1 of every token after the first, by plain forwards without a cache."""
+    out: list[list[float]] = []
+    longest = max((len(s) for s in sequences), default=1)
+    rows = max(1, _SCORE_TOKENS // max(longest, 1))
+    for start in range(0, len(sequences), rows):
+        chunk = sequences[start : start + rows]
+        ids, valid, positions = left_pad(chunk)
+        length = ids.shape[1]
+        mask = causal_mask(valid)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1].float()
+        chosen = torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
+        out += [chosen[r, length - len(s) :].tolist() if len(s) > 1 else [] for r, s in enumerate(chunk)]
+    return out
