@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from posttrain.config.walker import Problem
 from posttrain.objective.algorithm import Algorithm, Context, PolicyGradient, PreferenceAlgorithm
 from posttrain.objective.groups import GroupStats, group_stats
 from posttrain.objective.objective import Objective, TokenInputs, build_objective
-from posttrain.objective.options import ClipOptions, Options, Problem, TokenOptions, bound
+from posttrain.objective.options import ClipOptions, Options, TokenOptions, bound
 
 __all__ = [
     "Algorithm",

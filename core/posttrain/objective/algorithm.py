@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 
+from posttrain.config.walker import Problem
 from posttrain.objective import options as option
 from posttrain.objective import terms
 from posttrain.objective.groups import Floats, Rewards, best_and_worst
 from posttrain.objective.loss import token_loss
-from posttrain.objective.options import ClipOptions, Problem, TokenOptions
+from posttrain.objective.options import ClipOptions, TokenOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

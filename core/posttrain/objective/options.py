@@ -17,33 +17,18 @@ Rules that join options with the algorithm or the run are in `rules.py`. Nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from posttrain.errors import ConfigError
+from posttrain.config.report import refuse
+from posttrain.config.walker import Problem
 
 Aggregation = Literal["token", "sequence", "constant"]
 AdvantageNorm = Literal["group", "batch"]
 RatioReference = Literal["old", "rollout", "auto"]
 TISMode = Literal["truncate", "icepop"]
 KLEstimator = Literal["k1", "k2", "k3"]
-
-
-class Problem(NamedTuple):
-    """One thing that cannot work: what and why in one sentence, and what to set instead."""
-
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what}\n    fix: {self.fix}"
-
-
-def refuse(subject: str, problems: Sequence[Problem]) -> ConfigError:
-    """One error that names all `problems` of `subject`, each with its fix."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError("\n".join([f"{subject}: {count}", *(f"  - {problem}" for problem in problems)]))
 
 
 def bound(
@@ -60,7 +45,7 @@ def bound(
     if value is None or (ge <= value <= le and (gt < value or gt == -math.inf) and (value < lt or lt == math.inf)):
         return
     limits = [f"{sign} {limit:g}" for sign, limit in (("≥", ge), (">", gt), ("≤", le), ("<", lt)) if math.isfinite(limit)]
-    yield Problem(f"{name}={value} is out of bounds", f"{name} must be {' and '.join(limits) or 'a number'}")
+    yield Problem(name, f"{value} is out of bounds", f"{name} must be {' and '.join(limits) or 'a number'}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +58,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if problems := list(self.check()):
-            raise refuse("these options cannot work", problems)
+            raise refuse(problems, subject="these options cannot work")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +92,20 @@ class TokenOptions(Options):
         yield from bound(self, "max_tokens", ge=1)
         if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
             yield Problem(
-                f"clip_ratio_c={self.clip_ratio_c}: the dual clip must exceed 1, or it caps the loss of tokens on policy",
+                "clip_ratio_c",
+                f"{self.clip_ratio_c}: the dual clip must exceed 1, or it caps the loss of tokens on policy",
                 "set clip_ratio_c above 1 (3 is usual), or null",
             )
-        if self.tis_floor > self.tis_cap:
+        if self.tis_floor > self.tis_cap > 0:
             yield Problem(
-                f"tis_floor={self.tis_floor} exceeds tis_cap={self.tis_cap}: every token would be dropped",
+                "tis_floor",
+                f"{self.tis_floor} exceeds tis_cap={self.tis_cap}: every token would be dropped",
                 "set tis_floor below tis_cap",
             )
         if self.tis_floor > 0 and self.tis_mode == "truncate":
             yield Problem(
-                f"tis_floor={self.tis_floor} has no effect with tis_mode=truncate, which only caps",
+                "tis_floor",
+                f"{self.tis_floor} has no effect with tis_mode=truncate, which only caps",
                 "set tis_mode=icepop, or tis_floor=0",
             )
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from posttrain.config.walker import Problem, show
 from posttrain.objective.algorithm import Algorithm, Context, PreferenceAlgorithm
-from posttrain.objective.options import Options, Problem, TokenOptions
+from posttrain.objective.options import Options, TokenOptions
+
+CONTEXT_KEYS = {"temperature": "rollout.temperature", "group_size": "rl.group_size", "n_mini": "rl.mini_batch_per_replica"}
+"""Where a run's configuration sets what the context holds."""
 
 
 def problems(name: str, cls: type[Algorithm], options: Options, context: Context) -> list[Problem]:
@@ -19,21 +23,24 @@ def problems(name: str, cls: type[Algorithm], options: Options, context: Context
 def _run(name: str, cls: type[Algorithm], options: Options, context: Context) -> Iterator[Problem]:
     if not context.temperature > 0:
         yield Problem(
-            f"temperature={context.temperature}: greedy rollouts cannot be trained on (log-probs divide the logits by it)",
+            "temperature",
+            f"{context.temperature}: greedy rollouts cannot be trained on (log-probs divide the logits by it)",
             "set rollout.temperature above 0; validation.temperature=0 is fine",
         )
     if context.group_size is not None and context.group_size < 1:
-        yield Problem(f"group_size={context.group_size} is out of bounds", "set rl.group_size to 2 or more")
+        yield Problem("group_size", f"{context.group_size} is out of bounds", "set rl.group_size to 2 or more")
     elif context.group_size == 1 and cls.needs_groups:
         yield Problem(
-            f"group_size=1 with {name}: without other completions of the prompt every advantage is 0",
+            "group_size",
+            f"1 with {name}: without other completions of the prompt every advantage is 0",
             "set rl.group_size to 2 or more",
         )
     if context.n_mini < 1:
-        yield Problem(f"n_mini={context.n_mini} is out of bounds", "use at least one optimizer step per batch")
+        yield Problem("n_mini", f"{context.n_mini} is out of bounds", "use at least one optimizer step per batch")
     elif context.n_mini > 1 and not cls.uses_ratio(options) and not issubclass(cls, PreferenceAlgorithm):
         yield Problem(
-            f"n_mini={context.n_mini} with {name}, which here has no ratio: from the second optimizer step on it is off-policy",
+            "n_mini",
+            f"{context.n_mini} with {name}, which here has no ratio: from the second optimizer step on it is off-policy",
             "unset rl.mini_batch_per_replica (one optimizer step per batch)"
             + (", or set use_ppo_clip=true" if cls.handles_ratio == "ppo" else ""),
         )
@@ -42,10 +49,11 @@ def _run(name: str, cls: type[Algorithm], options: Options, context: Context) ->
 def _ratio(name: str, cls: type[Algorithm], options: TokenOptions) -> Iterator[Problem]:
     if options.use_ppo_clip is not None and cls.handles_ratio != "ppo":
         handling = "has its own ratio handling" if cls.handles_ratio == "own" else "uses no ratio"
-        yield Problem(f"use_ppo_clip={str(options.use_ppo_clip).lower()} with {name}, which {handling}", "remove use_ppo_clip")
+        yield Problem("use_ppo_clip", f"{show(options.use_ppo_clip)} with {name}, which {handling}", "remove use_ppo_clip")
     if options.clip_ratio_c is not None and not cls.uses_clip(options):
         yield Problem(
-            f"clip_ratio_c={options.clip_ratio_c} with {name}, which here clips no ratio: the dual clip extends a ratio clip",
+            "clip_ratio_c",
+            f"{options.clip_ratio_c} with {name}, which here clips no ratio: the dual clip extends a ratio clip",
             "remove clip_ratio_c" + (", or set use_ppo_clip=true" if cls.handles_ratio == "ppo" else ""),
         )
 
@@ -54,7 +62,8 @@ def _advantages(name: str, cls: type[Algorithm], options: TokenOptions) -> Itera
     if options.advantage_norm not in cls.advantage_norms:
         legal = cls.advantage_norms[0]
         yield Problem(
-            f"advantage_norm={options.advantage_norm} with {name}, whose advantages are per {legal} by definition",
+            "advantage_norm",
+            f"{options.advantage_norm} with {name}, whose advantages are per {legal} by definition",
             f"remove advantage_norm, or set it to {legal}",
         )
 
@@ -63,6 +72,7 @@ def _importance(name: str, cls: type[Algorithm], options: TokenOptions) -> Itera
     if options.use_tis and options.ppo_clip_ref_logprobs == "rollout" and cls.uses_ratio(options):
         user = "use_ppo_clip" if cls.handles_ratio == "ppo" else name
         yield Problem(
-            f"use_tis with {user} and ppo_clip_ref_logprobs=rollout: both correct for the rollout policy, so it counts twice",
+            "use_tis",
+            f"true with {user} and ppo_clip_ref_logprobs=rollout: both correct for the rollout policy, so it counts twice",
             "set ppo_clip_ref_logprobs=old, or use_tis=false",
         )

@@ -1,4 +1,4 @@
-"""Write sequences by hand, score them with an objective: for tests of algorithms, in float64.
+"""Write sequences by hand, score them with an objective: for tests of algorithms.
 
     rows = [ScoredRow(group="a", reward=1.0, logprobs=[-0.5, -1.0]), ScoredRow(group="a", reward=0.0, logprobs=[-2.0])]
     result = score_rows(build_objective("grpo"), rows)
@@ -61,6 +61,7 @@ def score_rows(
     parts: Sequence[Sequence[int]] | None = None,
     *,
     advantages: Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> ScoredStep:
     """Score `rows` as one optimizer step, dealt to the micro-batches `parts` (lists of row indices; None: all in one).
 
@@ -71,7 +72,7 @@ def score_rows(
     means = objective.baselines(rewards, groups, trained)
     loss, grads = 0.0, [[0.0] * len(r.logprobs) for r in rows]
     for part in [range(len(rows))] if parts is None else parts:
-        batch = token_batch(rows, part, given, means)
+        batch = token_batch(rows, part, given, means, dtype)
         share = objective.loss(batch)
         share.backward()
         loss += share.item()
@@ -82,28 +83,35 @@ def score_rows(
 
 
 def token_batch(
-    rows: Sequence[ScoredRow], part: Sequence[int], advantages: Sequence[float], baselines: Sequence[float]
+    rows: Sequence[ScoredRow],
+    part: Sequence[int],
+    advantages: Sequence[float],
+    baselines: Sequence[float],
+    dtype: torch.dtype = torch.float64,
 ) -> TokenBatch:
-    """The TokenBatch (float64) of `rows[i] for i in part`, with the totals of all rows; `logprobs` is a leaf with gradient."""
+    """The TokenBatch of `rows[i] for i in part`, with the totals of all rows; `logprobs` is a leaf with gradient."""
     chosen = [rows[i] for i in part]
-    lengths = torch.tensor([len(row.logprobs) for row in chosen])
+    lengths = torch.tensor([len(row.logprobs) for row in chosen], dtype=torch.int64)
     tokens = sum(sum(row.trained) for row in rows)
     paired = {row.pair for row in rows if row.pair is not None and row.pair >= 0}
 
+    def floats(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
     def flat(name: str) -> torch.Tensor | None:
         values = [getattr(row, name) for row in chosen]
-        return None if any(v is None for v in values) else _floats([x for v in values for x in v])
+        return None if any(v is None for v in values) else floats([x for v in values for x in v])
 
     def of_rows(values: list[Any], dtype: torch.dtype) -> torch.Tensor | None:
         return None if any(v is None for v in values) else torch.tensor(values, dtype=dtype)
 
     return TokenBatch(
-        logprobs=_floats([x for row in chosen for x in row.logprobs]).requires_grad_(),
+        logprobs=floats([x for row in chosen for x in row.logprobs]).requires_grad_(),
         mask=torch.tensor([m for row in chosen for m in row.trained], dtype=torch.bool),
         sequence=torch.arange(len(chosen)).repeat_interleave(lengths),
-        advantages=_floats([advantages[i] for i in part]).repeat_interleave(lengths),
-        rewards=_floats([math.nan if row.reward is None else row.reward for row in chosen]),
-        baselines=_floats([baselines[i] for i in part]),
+        advantages=floats([advantages[i] for i in part]).repeat_interleave(lengths),
+        rewards=floats([math.nan if row.reward is None else row.reward for row in chosen]),
+        baselines=floats([baselines[i] for i in part]),
         total_tokens=float(tokens),
         total_sequences=float(sum(any(row.trained) for row in rows)),
         total_pairs=float(len(paired)),
@@ -114,7 +122,3 @@ def token_batch(
         pair=of_rows([row.pair for row in chosen], torch.int64),
         chosen=of_rows([row.chosen for row in chosen], torch.bool),
     )
-
-
-def _floats(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.float64)

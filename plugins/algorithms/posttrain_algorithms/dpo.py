@@ -46,7 +46,12 @@ class DPO(PreferenceAlgorithm):
             yield from bound(self, "beta", gt=0)
             yield from bound(self, "label_smoothing", ge=0, lt=0.5)
             if self.label_smoothing and self.loss_type == "ipo":
-                yield Problem("label_smoothing has no effect with loss_type=ipo", "set label_smoothing=0, or loss_type=sigmoid")
+                smoothing = self.label_smoothing
+                yield Problem(
+                    "label_smoothing",
+                    f"{smoothing} has no effect with loss_type=ipo",
+                    "set label_smoothing=0, or loss_type=sigmoid",
+                )
 
     def loss(self, batch: TokenBatch) -> Tensor:
         from torch.nn.functional import logsigmoid
