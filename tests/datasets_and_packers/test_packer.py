@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from posttrain_datapackers.decoder_only import DecoderOnlyPacker
-from posttrain_experiments.tiny import build_tokenizer
 
 from posttrain.data.hub import eos_token_ids
 from posttrain.data.packer import init_data_packer, load_packer, read_chat_template, require_packer
 from posttrain.errors import EngineStartError, PackerError, PosttrainError
 from posttrain.types import Trajectory
+from posttrain_datapackers.decoder_only import DecoderOnlyPacker
+from posttrain_experiments.tiny import build_tokenizer
 
 BOS, EOS = 1, 2
 

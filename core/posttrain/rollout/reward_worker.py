@@ -1,0 +1,86 @@
+"""The process that runs synchronous rewards. It reads frames from a socket, scores, answers, and dies with its owner.
+
+A frame is a 4-byte length and a pickle. First frame: the environments (cloudpickle), answered by None or by the text of the
+failure. Every later frame: a list of (environment name, EpisodeState), answered by one Reward each. It imports no torch
+unless an environment does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import sys
+import traceback
+from typing import Any
+
+from posttrain.rollout.rewards import as_reward, raised, unscorable
+
+HEADER = struct.Struct("<I")
+
+
+def main(descriptor: int, owner: int) -> None:
+    """Serve until the socket closes."""
+    _die_with(owner)
+    os.dup2(2, 1)  # what a reward prints goes to the log, not into the owner's output
+    with socket.socket(fileno=descriptor) as sock, contextlib.suppress(EOFError, ConnectionError):
+        environments: dict[str, Any] = {}
+        try:
+            environments = pickle.loads(_receive(sock))
+            _send(sock, None)
+        except (EOFError, ConnectionError):
+            raise
+        except BaseException as exc:
+            _send(sock, f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")
+            return
+        while True:
+            for name, state in pickle.loads(_receive(sock)):
+                _send(sock, _score(environments[name], state))
+
+
+def _score(env: Any, state: Any) -> Any:
+    random.seed(state.seed)
+    try:
+        reward = as_reward(env.compute_reward(state))
+    except Exception as exc:
+        traceback.print_exc()
+        return raised(exc)
+    try:
+        pickle.dumps(reward)
+    except Exception as exc:
+        return unscorable("wrong_type", f"the Reward cannot be sent to another process: {exc}")
+    return reward
+
+
+def _send(sock: socket.socket, value: Any) -> None:
+    data = pickle.dumps(value)
+    sock.sendall(HEADER.pack(len(data)) + data)
+
+
+def _receive(sock: socket.socket) -> bytes:
+    return _exactly(sock, HEADER.unpack(_exactly(sock, HEADER.size))[0])
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = sock.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _die_with(owner: int) -> None:
+    """Ask the kernel to kill this process when its owner ends, also by SIGKILL (Linux; elsewhere the socket's end does)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != owner:
+        os._exit(0)
