@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.errors import PackerError
 from posttrain.loop.cohort import Batch, Cohort
+from posttrain.objective.algorithm import PreferenceAlgorithm
 from posttrain.objective.groups import baselines, group_stats, informative_rows
 from posttrain.policy.rows import Row
 
@@ -40,7 +41,7 @@ def make_batch(cohort: Cohort, objective: Objective, packer: DataPacker, *, disc
         keep = [bool(flag) for flag in informative_rows(rewards, groups, trained)]
     advantages = objective.advantages(rewards, groups, keep)
     means = baselines(rewards, groups, keep)
-    pairs = objective.pairs(rewards, groups, keep) if objective.is_preference else None
+    pairs = objective.pairs(rewards, groups, keep) if isinstance(objective.algorithm, PreferenceAlgorithm) else None
     out: list[Row] = []
     if pairs is None:
         out = [make_row(rows[i], packer, float(advantages[i]), float(means[i])) for i in range(len(rows)) if keep[i]]

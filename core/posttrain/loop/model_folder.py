@@ -8,7 +8,7 @@ factory makes a new one; it is written aside and renamed, so a killed run leaves
 from __future__ import annotations
 
 import hashlib
-import importlib
+import inspect
 import json
 import os
 import shutil
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema import ModelConfig
-from posttrain.errors import ConfigError, EngineStartError, PosttrainError
+from posttrain.errors import ConfigError, EngineStartError
+from posttrain.plugins.resolution import import_target, target_of
 
 
 def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = print) -> str:
@@ -29,6 +30,7 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
     if (out / "config.json").is_file():
         say(f"model: {out} (made by {config.factory} in an earlier run)")
         return str(out)
+    _check_arguments(build, config)
     say(f"model: making {out} with {config.factory}")
     aside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -42,27 +44,27 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
             )
         if not out.exists():
             aside.rename(out)
-    except TypeError as exc:
-        raise ConfigError(
-            f"model.factory {config.factory} refused its arguments {config.factory_kwargs}",
-            cause=str(exc),
-            fix="correct model.factory_kwargs",
-        ) from exc
-    except PosttrainError:
-        raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return str(out)
 
 
+def _check_arguments(build: Callable[..., Any], config: ModelConfig) -> None:
+    try:
+        inspect.signature(build).bind(Path(), **config.factory_kwargs)
+    except TypeError as exc:
+        raise ConfigError(
+            f"model.factory {config.factory} refused its arguments {config.factory_kwargs}",
+            cause=str(exc),
+            fix="correct model.factory_kwargs; the function takes (out: Path, **kwargs)",
+        ) from exc
+
+
 def import_dotted(path: str, key: str) -> Callable[..., Any]:
     """Import `package.module:attribute` (or with a dot). Raises ConfigError naming the config key."""
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module or not name:
-        raise ConfigError(f"{key}={path!r} is not a dotted path", fix=f"write {key}=package.module:function")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as exc:
+        found = import_target(target_of(path))
+    except (ImportError, AttributeError, OSError) as exc:
         raise ConfigError(
             f"{key}={path!r} cannot be imported",
             cause=f"{type(exc).__name__}: {exc}",
@@ -70,11 +72,10 @@ def import_dotted(path: str, key: str) -> Callable[..., Any]:
         ) from exc
     if not callable(found):
         raise ConfigError(f"{key}={path!r} is a {type(found).__name__}, not a function", fix="name a function")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _fingerprint(build: Callable[..., Any], kwargs: dict[str, Any]) -> str:
-    import inspect
 
     try:
         code = inspect.getsource(inspect.getmodule(build) or build)

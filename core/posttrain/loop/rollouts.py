@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.environment import EpisodeState
+from posttrain.data.environment import EpisodeState, is_messages
 from posttrain.data.seeds import derive_seed
 from posttrain.errors import DataError, RunAborted
 from posttrain.loop.cohort import Draw
@@ -63,7 +63,7 @@ class Rollouts:
     def _prompt(self, draw: Draw) -> dict[str, Any]:
         """The engine's input for a draw, with the messages it was made of (none when the environment gives ids or text)."""
         prompt = self.environments[draw.env].format_prompt(draw.task)
-        messages: list[Message] = [dict(m) for m in prompt] if _is_messages(prompt) else []  # type: ignore[misc]
+        messages: list[Message] = [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc]
         item = dict(self.packer.get_rollout_input(prompt))
         room = self.max_model_len - len(item["prompt_ids"])
         if room < 1:
@@ -110,7 +110,3 @@ class Rollouts:
         trajectory.reward_parts = dict(reward.parts)
         trajectory.info.update(reward.info)
         return trajectory
-
-
-def _is_messages(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)

@@ -1,0 +1,129 @@
+"""Builds the parts of a run. One function per part; `build` puts them together in the order of their cost.
+
+What cannot work ends before a model loads: the objective first, then the optimizer's dependencies, the environments and
+their data, the tokenizer, and only then the policy and the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posttrain import plugins
+from posttrain.loop.ledger import Ledger
+from posttrain.loop.model_folder import model_folder
+from posttrain.loop.parts import Parts
+from posttrain.loop.rollouts import Rollouts
+from posttrain.tracking.run_dir import output_root
+
+if TYPE_CHECKING:
+    from posttrain.config.schema import RunConfig
+    from posttrain.data.environment import Environment
+    from posttrain.data.packer import DataPacker
+    from posttrain.objective.objective import Objective
+    from posttrain.rollout.engine import Engine
+    from posttrain.tracking.run_dir import RunDir
+    from posttrain.tracking.tracker import Tracker
+    from posttrain.weights.transport import Transport
+
+EMBEDDED = ("hf",)
+"""Engines that live in this process: weights reach them by a copy."""
+
+
+def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
+    """Every part, nothing started. Raises the documented errors of each part, the cheap ones first."""
+    from posttrain.data.dataset import build_sampler
+    from posttrain.policy.optimizer import check_optimizer
+    from posttrain.policy.policy import Policy
+    from posttrain.rollout.scoring import Scorer
+    from posttrain.weights.plane import WeightPlane
+
+    objective = build_run_objective(config)
+    for note in [*objective.notes, *check_optimizer(config.rl)]:
+        tracker.note(note)
+    environments = build_environments(config)
+    sampler = build_sampler(config, environments)
+    path = model_folder(config.model, output_root(run_dir.path.parent), tracker.note)
+    packer = build_packer(config, path)
+    tracker.decode = packer.decode
+    policy = Policy(config, path, objective)
+    engine = build_engine(config, path, run_dir)
+    plane = WeightPlane(engine, build_transport(config), config.weights, lambda: policy.named_weights(config.rollout.dtype))
+    scorer = Scorer(environments, timeout_s=config.rollout.reward_timeout_s, workers=config.rollout.reward_workers)
+    rollouts = Rollouts(engine, packer, environments, scorer, config.rollout.max_model_len, config.seed)
+    ledger = Ledger(run_dir.path / "ledger.jsonl")
+    return Parts(
+        config, run_dir, tracker, objective, environments, sampler, packer, policy, engine, plane, scorer, rollouts, ledger
+    )
+
+
+def build_run_objective(config: RunConfig) -> Objective:
+    """The objective with what it must know of the run; `max_tokens` is the run's where the algorithm takes one."""
+    from posttrain.objective.build import resolve_algorithm
+    from posttrain.objective.objective import build_objective
+
+    rl = config.rl
+    _, cls = resolve_algorithm(rl.objective.name)
+    options = dict(rl.objective.options)
+    known = {f for f in getattr(cls.Options, "__dataclass_fields__", {})}
+    if "max_tokens" in known:
+        options.setdefault("max_tokens", config.rollout.max_tokens)
+    if "ppo_clip_ref_logprobs" in known:
+        options.setdefault("ppo_clip_ref_logprobs", "auto")
+    return build_objective(
+        rl.objective.name,
+        group_size=rl.group_size,
+        n_mini=rl.batch_per_replica // (rl.mini_batch_per_replica or rl.batch_per_replica),
+        temperature=config.rollout.temperature,
+        asynchronous=config.rollout.max_async_rollout > 0,
+        **options,
+    )
+
+
+def build_environments(config: RunConfig) -> dict[str, Environment]:
+    """The environments by name; a second entry of the same environment is called `name#2`."""
+    out: dict[str, Environment] = {}
+    for position, entry in enumerate(config.environments):
+        name, number = entry.name, 2
+        while name in out:
+            name, number = f"{entry.name}#{number}", number + 1
+        out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
+    return out
+
+
+def build_packer(config: RunConfig, path: str) -> DataPacker:
+    """The packer that `rl.data.packer` names, else the one of the model's type; set up for the model."""
+    from posttrain.data.packer import init_data_packer, load_packer
+
+    options = {"chat_template": config.model.chat_template, "trust_remote_code": config.model.trust_remote_code}
+    if config.rl.data.packer is None:
+        return init_data_packer(path, **options)
+    return load_packer(config.rl.data.packer).setup(path, **options)
+
+
+def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:
+    """The engine of this process's rollout body, not started."""
+    from posttrain.data.packer import eos_token_ids
+    from posttrain.rollout.engine import EngineSpec
+
+    r = config.rollout
+    spec = EngineSpec(
+        model_path=path,
+        dtype=r.dtype,
+        max_model_len=r.max_model_len,
+        max_num_seqs=r.max_num_seqs,
+        eos_token_ids=eos_token_ids(path),
+        seed=config.seed,
+        tensor_parallel_size=r.tensor_parallel_size,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        base_port=r.base_port,
+        start_timeout_s=r.start_timeout_s,
+        log_dir=run_dir.logs,
+    )
+    return plugins.build("engines", r.engine, r.options, where="rollout.options", spec=spec)  # type: ignore[no-any-return]
+
+
+def build_transport(config: RunConfig) -> Transport:
+    name = config.weights.transport
+    if name == "auto":
+        name = "inproc" if config.rollout.engine in EMBEDDED else "shm"
+    return plugins.build("transports", name, where="weights.transport")  # type: ignore[no-any-return]

@@ -1,0 +1,78 @@
+"""The parts of a run, built from its config, cheapest first, so that what cannot work ends before a model loads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from posttrain.errors import DataError
+from posttrain.loop import checkpoint
+from posttrain.loop.controller import LoopState
+from posttrain.loop.ledger import Ledger
+from posttrain.loop.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from posttrain.config.schema import RunConfig
+    from posttrain.data.dataset import PromptSampler
+    from posttrain.data.environment import Environment
+    from posttrain.data.packer import DataPacker
+    from posttrain.objective.objective import Objective
+    from posttrain.policy.policy import Policy
+    from posttrain.rollout.engine import Engine
+    from posttrain.rollout.scoring import Scorer
+    from posttrain.tracking.run_dir import RunDir
+    from posttrain.tracking.tracker import Tracker
+    from posttrain.weights.plane import WeightPlane
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything the controller drives. `close` ends engines and workers; it is safe to call after a failed start."""
+
+    config: RunConfig
+    run_dir: RunDir
+    tracker: Tracker
+    objective: Objective
+    environments: dict[str, Environment]
+    sampler: PromptSampler
+    packer: DataPacker
+    policy: Policy
+    engine: Engine
+    plane: WeightPlane
+    scorer: Scorer
+    rollouts: Rollouts
+    ledger: Ledger
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    def save(self, state: LoopState) -> checkpoint.Checkpoint:
+        """Write the checkpoint of `state.step`."""
+        loop_state = {
+            "state": asdict(state),
+            "sampler": self.sampler.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "fingerprints": self.fingerprints,
+        }
+        return checkpoint.write(self.run_dir.checkpoints, state.step, self.policy.save, loop_state)
+
+    def load(self, found: checkpoint.Checkpoint) -> LoopState:
+        """Bring every part to the checkpoint. Raises DataError when the dataset is not the one it was made with."""
+        saved = found.loop_state()
+        for name, was in saved["fingerprints"].items():
+            now = self.fingerprints.get(name)
+            if now != was:
+                raise DataError(
+                    f"the dataset of {name} is not the one that {found.path} was made with",
+                    cause=f"fingerprint {was} then, {now} now",
+                    fix="restore the data, or start a new run",
+                    code="fingerprint",
+                )
+        self.policy.load(found.policy)
+        self.sampler.load_state_dict(saved["sampler"])
+        self.ledger.load_state_dict(saved["ledger"])
+        return LoopState(**saved["state"])
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self.plane.close()
+        await self.scorer.close()
+        self.ledger.close()

@@ -1,0 +1,116 @@
+"""Run the whole thing: `train` makes or resumes a run directory, builds the parts, drives the controller, sums up.
+
+result = train(load_config(["experiment=arithmetic_grpo"]))
+result.summary.held_out_after
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import DataError
+from posttrain.loop import checkpoint
+from posttrain.loop.resume import check_changes
+from posttrain.tracking.run_dir import RunDir
+from posttrain.tracking.tracker import Tracker, cut_after
+
+if TYPE_CHECKING:
+    from posttrain.config.load import LoadedConfig
+    from posttrain.config.schema import RunConfig
+    from posttrain.loop.controller import LoopState
+    from posttrain.tracking.summary import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to. `steps_done` counts the batch steps of this call; a resume with nothing left does 0."""
+
+    run: Path
+    steps_done: int
+    summary: Summary
+
+
+def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
+    """Train as configured. `run_dir` is the root for new runs; `resume` a run directory or one of its checkpoints.
+
+    Raises PosttrainError; the run directory, its metrics and its last checkpoint are then as they were at the last step.
+    """
+    config = loaded.config
+    threads = set_threads(config.grid.threads)
+    found = None
+    if resume is not None:
+        path, found = checkpoint.locate(Path(resume).expanduser().absolute())
+        notes = check_changes(saved_config(path), loaded.tree)
+        directory = RunDir.open(path)
+    else:
+        notes = []
+        directory = RunDir.create(run_dir, config.name)
+    with directory:
+        if found is not None:
+            _cut(directory, found.step)
+        directory.write_config(loaded.tree, loaded.overrides)
+        directory.write_provenance(tags=config.tracking.tags, threads=threads)
+        with Tracker(directory, config.tracking, config.rl.steps) as tracker:
+            for line in [*loaded.notes, *notes]:
+                tracker.note(line)
+            done = asyncio.run(_run(config, directory, tracker, found))
+            outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
+            return RunResult(directory.path, done, tracker.finish(outcome))
+
+
+async def _run(config: RunConfig, directory: RunDir, tracker: Tracker, found: checkpoint.Checkpoint | None) -> int:
+    """Build, start, drive, close. Returns the number of batch steps done."""
+    from posttrain.loop.build import build
+    from posttrain.loop.controller import Controller, LoopState
+
+    if found is not None and found.step >= config.rl.steps:
+        return 0
+    tracker.note(f"run: {directory.path}")
+    parts = await asyncio.to_thread(build, config, directory, tracker)
+    try:
+        state = LoopState() if found is None else parts.load(found)
+        if found is not None:
+            tracker.note(f"resumed from {found.path} after step {found.step}")
+        await parts.engine.start()
+        ended: LoopState = await Controller(parts, state).run()
+        return ended.step - (found.step if found else 0)
+    finally:
+        await asyncio.wait_for(parts.close(), config.loop.shutdown_timeout_s)
+
+
+def saved_config(run: Path) -> Mapping[str, Any]:
+    """The resolved config that a run was started with. Raises DataError when it cannot be read."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as exc:
+        raise DataError(f"{run}/config.yaml cannot be read", cause=str(exc), fix="resume needs the run's own config") from exc
+    if not isinstance(tree, dict):
+        raise DataError(f"{run}/config.yaml is not a config", fix="resume needs the run's own config")
+    return tree
+
+
+def set_threads(threads: int) -> int:
+    """Fix torch's thread count (0: the cores this process may use): results are bitwise equal only at a fixed count."""
+    import torch
+
+    count = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    return count
+
+
+def _cut(directory: RunDir, step: int) -> None:
+    """Put aside everything that was recorded past the checkpoint that the run goes on from."""
+    from posttrain.loop.ledger import Ledger
+
+    cut_after(directory, step)
+    Ledger(directory.path / "ledger.jsonl").cut_after(step)
+    for later in checkpoint.find(directory.checkpoints):
+        if later.step > step:
+            checkpoint.set_aside(later.path)
