@@ -53,7 +53,6 @@ _define(
 _define(
     "Lengths and tokens", "loop",
     ("length/mean", "tokens", "Mean completion length (environment tokens included)."),
-    ("length/std", "tokens", "Standard deviation of the completion length."),
     ("length/min", "tokens", "Shortest completion."),
     ("length/max", "tokens", "Longest completion."),
     ("rollout/truncated_share", "share", "Trajectories that hit rollout.max_tokens instead of stopping."),
@@ -74,6 +73,16 @@ _define(
     ("time/rollout_s", "s", "Generation and scoring."),
     ("time/train_s", "s", "Everything in the policy: packing, ahead pass, forward, backward, optimizer."),
     ("time/sync_s", "s", "Publishing the new weights and bringing the engine to them."),
+)
+_define(
+    "Weights", "weights",
+    ("weights/bytes", "bytes", "Size of a publication."),
+    ("weights/canary_max", "nats", "Largest difference between the engine's and the trainer's log-probs of the probe, when it ran."),
+    ("weights/canary_mean", "nats", "Mean of the same."),
+    ("time/publish_s", "s", "Snapshot of the policy's weights. A part of time/sync_s, like the three below."),
+    ("time/stage_s", "s", "Copying and verifying it beside the engine, which goes on generating."),
+    ("time/apply_s", "s", "Pause, take the weights, drop the caches, resume."),
+    ("time/canary_s", "s", "The canary."),
 )
 _define(
     "Held-out validation (validation.jsonl; step 0 is before training)", "loop",

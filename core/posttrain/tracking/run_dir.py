@@ -5,7 +5,7 @@
         metrics.jsonl  validation.jsonl                  one object per batch step; one per held-out validation
         rollouts/step_000012.parquet                     every trajectory, to the token
         events.jsonl  logs/<role>.log                    what each role did when; what it said
-        checkpoints/  ledger/                            written by the loop
+        checkpoints/  ledger.jsonl                       written by the loop
         run.lock                                         held while a process writes here
 
 The root is `--run`, else `POSTTRAIN_OUTPUT_ROOT`, else `IMAGINAIRE_OUTPUT_ROOT`, else `./outputs`.
