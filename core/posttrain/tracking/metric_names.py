@@ -77,7 +77,7 @@ _define(
 _define(
     "Weights", "weights",
     ("weights/bytes", "bytes", "Size of a publication."),
-    ("weights/canary_max", "nats", "Largest difference between the engine's and the trainer's log-probs of the probe, when it ran."),
+    ("weights/canary_max", "nats", "Largest difference between engine and trainer on the probe, when it ran."),
     ("weights/canary_mean", "nats", "Mean of the same."),
     ("time/publish_s", "s", "Snapshot of the policy's weights. A part of time/sync_s, like the three below."),
     ("time/stage_s", "s", "Copying and verifying it beside the engine, which goes on generating."),

@@ -1,0 +1,84 @@
+"""The wheel holds the five packages, their entry points and nothing else; requirements are complete pins."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"posttrain", "posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_experiments"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_it_holds_the_five_packages_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == PACKAGES
+    assert "posttrain/py.typed" in names
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_it_holds_every_module_of_the_sources(wheel: Path) -> None:
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
+    sources = {str(p.relative_to(ROOT / r)) for r in roots for p in (ROOT / r).rglob("*.py")}
+    assert sources - packed == set()
+
+
+def test_every_entry_point_names_something_that_exists(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    (file,) = [n for n in names if n.endswith("entry_points.txt")]
+    parser = configparser.ConfigParser()
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string(archive.read(file).decode())
+    absent = []
+    for group in parser.sections():
+        for name, value in parser[group].items():
+            module, _, attribute = value.partition(":")
+            path = module.replace(".", "/") + ".py"
+            source = archive.read(path).decode() if path in names else ""
+            if not source or (attribute and not re.search(rf"^(?:class|def|async def) {attribute}\b", source, re.MULTILINE)):
+                absent.append(f"{group}: {name} = {value}")
+    assert not absent, absent
+
+
+def test_requirements_pin_every_dependency_of_the_package() -> None:
+    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[\w.!]+", pin) for pin in pins), "exact pins without local versions"
+    names = {re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins}
+    assert not names & {"torchvision", "torchaudio", "torchcodec", "posttrain"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    for extra in ("cpu", "reasoning-gym", "smollm2", "plot", "dev", "docs"):
+        wanted += project["project"]["optional-dependencies"][extra]
+    bare = {re.sub(r"[-_.]+", "-", re.split(r"[<>=!~ \[;]", w)[0]).lower() for w in wanted}
+    assert bare - names == set()
+
+
+def test_this_environment_is_the_pinned_one() -> None:
+    """A drifted environment would test something else than what `make setup` installs."""
+    wrong = {}
+    for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            installed = metadata.version(name).partition("+")[0]
+            if installed != version:
+                wrong[name] = f"{installed}, pinned {version}"
+    assert not wrong, wrong
