@@ -1,4 +1,9 @@
-"""Losses and gradients worked out by hand, one algorithm at a time, and the cases of the field that concern them."""
+"""Losses and gradients worked out by hand, one algorithm at a time, and the cases of the field that concern them.
+
+Other libraries differ in these conventions: eps 1e-4 beside the standard deviation (here 1e-6), k2 = δ² (here δ²/2), a k3 that
+stops at 10, an entropy bonus averaged over tokens whatever the aggregation (here aggregated like the policy term), and a GSPO
+averaged over tokens whose gradient is not that of its value (here it always is).
+"""
 
 from __future__ import annotations
 
@@ -51,6 +56,13 @@ def test_dual_clip_caps_only_negative_advantages() -> None:
     capped = one("grpo", -1, far[0], old=far[1], clip_ratio_c=3)
     assert (capped.loss, capped.grads[0]) == (near(3), near([0]))
     assert one("grpo", 1, far[0], old=far[1], clip_ratio_c=3).loss == near(-1.28)
+
+
+def test_log_ratios_are_clamped_to_20() -> None:
+    for name in ("grpo", "gspo"):
+        inside, outside = one(name, -1, [0.0], old=[-19.0]), one(name, -1, [0.0], old=[-25.0])
+        assert (inside.loss, inside.grads[0][0]) == (pytest.approx(math.exp(19)), pytest.approx(math.exp(19)))
+        assert (outside.loss, outside.grads[0][0]) == (pytest.approx(math.exp(20)), 0.0)
 
 
 def test_without_clip_there_is_no_ratio() -> None:
@@ -275,6 +287,15 @@ def test_case_loss_3_masked_completions_leave_numerator_and_denominator() -> Non
     assert score_rows(objective, [done, cut], advantages=[1, 1]).loss == near(1.0)
     nothing = score_rows(objective, [cut, cut], advantages=[1, 1])
     assert (nothing.loss, nothing.grads) == (0.0, [[0.0] * 5] * 2)
+
+
+@pytest.mark.parametrize("parts", [[[0], [1], [2, 3, 4]], [[0, 2], [1, 3], [4], []], [[4, 3, 2, 1, 0]]])
+def test_every_trained_token_weighs_the_same_on_any_layout(parts: list[list[int]]) -> None:
+    """Lengths 5, 4, 3, 3, 2 with one prompt token each: 12 trained tokens, each with weight 1/12."""
+    rows = [ScoredRow(logprobs=[-1.0] * n, mask=[False] + [True] * (n - 1), reward=0.0) for n in (5, 4, 3, 3, 2)]
+    result = score_rows(build_objective("grpo"), rows, parts, advantages=[1.0] * 5)
+    for row in result.grads:
+        assert row == near([0.0] + [-1 / 12] * (len(row) - 1))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Hashable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.objective import Objective, build_objective
+from posttrain.objective import Algorithm, Objective, build_objective
+from posttrain.objective.groups import Rewards, centred
 from posttrain.testing.rows import ScoredRow, ScoredStep, score_rows, token_batch
+from posttrain.types import TokenBatch
 
 ALL_TERMS = {
     "seq_is_masking": True, "seq_is_mask_low": 0.6, "seq_is_mask_high": 1.6, "use_tis": True, "tis_cap": 1.3,
@@ -161,6 +165,27 @@ def test_ranks_change_nothing(name: str, options: dict[str, object], seed: int, 
 
 def columns(rows: list[ScoredRow]) -> tuple[list[float | None], list[object], list[bool]]:
     return [r.reward for r in rows], [r.group for r in rows], [any(r.trained) for r in rows]
+
+
+class Careless(Algorithm):
+    """Its term is NaN, in value and gradient, wherever the log-prob is 0: at every masked position."""
+
+    def advantages(self, rewards: Rewards, groups: Sequence[Hashable], trained: Sequence[bool]) -> np.ndarray:
+        return centred(rewards, groups, trained)
+
+    def policy_loss(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.advantages / batch.logprobs * (-batch.logprobs).sqrt()
+
+
+@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
+def test_what_an_algorithm_returns_at_masked_positions_changes_nothing(how: str) -> None:
+    objective = build_objective(Careless, loss_aggregation=how, max_tokens=4)
+    rows = [ScoredRow(logprobs=[-1.0, -2.0], reward=1.0), ScoredRow(logprobs=[-3.0], reward=0.0)]
+    expect = score_rows(objective, rows)
+    result = score_rows(objective, [dataclasses.replace(rows[0], logprobs=[-1.0, -5.0, -2.0], mask=[True, False, True]), rows[1]])
+    assert result.grads[0][1] == 0.0
+    assert_same(dataclasses.replace(result, grads=[result.grads[0][::2], result.grads[1]]), expect)
+    assert math.isfinite(expect.loss) and expect.loss != 0
 
 
 @each_objective

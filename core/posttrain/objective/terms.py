@@ -72,14 +72,14 @@ def clip_binds(ratio: Tensor, advantages: Tensor, low: float, high: float, c: fl
 
 
 def dual_clip(loss: Tensor, advantages: Tensor, c: float | None) -> Tensor:
-    """Dual clip (arXiv 1912.09729): at most c·|A| where A < 0. `c=None` changes nothing."""
-    return loss if c is None else loss.minimum(c * advantages.abs()).where(advantages < 0, loss)
+    """Dual clip (arXiv 1912.09729) of a `clipped_loss`: at most c·|A|. Where A > 0 the loss is below that anyway."""
+    return loss if c is None else loss.minimum(c * advantages.abs())
 
 
 def importance_weights(batch: TokenBatch, mode: TISMode, cap: float, floor: float) -> Tensor:
-    """Detached weights exp(before-step − rollout): capped (`truncate`), or 0 outside [floor, cap] (`icepop`); `[T]`."""
+    """Weights without gradient, exp(before-step − rollout): capped (`truncate`), or 0 outside [floor, cap] (`icepop`); `[T]`."""
     rollout = require(batch, "rollout_logprobs", "use_tis weights each token against its rollout log-prob")
-    weights = log_ratio(before_step(batch), rollout).detach().exp()
+    weights = log_ratio(before_step(batch), rollout).exp()
     if mode == "truncate":
         return weights.clamp(max=cap)
     return weights.masked_fill((weights < floor) | (weights > cap), 0.0)
@@ -88,7 +88,7 @@ def importance_weights(batch: TokenBatch, mode: TISMode, cap: float, floor: floa
 def kept_sequences(batch: TokenBatch, low: float, high: float) -> Tensor:
     """Which sequences have a geometric-mean ratio, before-step to rollout, inside [low, high]; `[S]` bool."""
     rollout = require(batch, "rollout_logprobs", "seq_is_masking compares each sequence with its rollout log-probs")
-    ratio = sequence_means((before_step(batch) - rollout).detach(), batch).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = sequence_means(before_step(batch) - rollout, batch).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return (ratio >= low) & (ratio <= high)
 
 
