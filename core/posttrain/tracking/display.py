@@ -156,8 +156,8 @@ def panel(progress: Progress) -> RenderableType:
             ("grad norm", number(m.get("grad_norm"))),
             ("length", number(m.get("length/mean"))),
             ("tokens/s", number(progress.tokens_per_second)),
-            ("time", progress.phases()),
         ))
+        rows.append(_fields(("step time", progress.phases())))
     if progress.sample is not None:
         rows.append(_sample(progress.sample))
     return Group(*rows)

@@ -37,20 +37,24 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well, fsync it and rename it onto `path`.
+def aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block ends well, rename it onto `path`.
 
-    A reader sees the old file or the whole new one. When the block raises, the temporary file is removed.
+    A reader sees the old file or the whole new one. `durable` flushes it to the disk first, so that it also survives a power
+    cut. When the block raises, the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with writing(path):
             yield temporary
-            sync(temporary)
+            if durable:
+                sync(temporary)
             temporary.replace(path)
-            sync(path.parent)
-    finally:
+            if durable:
+                sync(path.parent)
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

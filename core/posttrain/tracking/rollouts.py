@@ -78,7 +78,7 @@ def write_rollouts(
 
     rows = [_row(step, g, t, advantages or {}, decode) for g in groups for t in g.trajectories]
     path = folder / f"{kind}_{step:06d}.parquet"
-    with aside(path) as temporary:
+    with aside(path, durable=False) as temporary:
         pq.write_table(pa.Table.from_pylist(rows, schema=schema()), temporary, compression="zstd")
     return path
 
