@@ -1,8 +1,9 @@
 import pytest
 
+from posttrain.data.dataset import Draw
 from posttrain.errors import PackerError
 from posttrain.loop.batches import cohort_metrics, make_batch, make_row
-from posttrain.loop.cohort import Cohort, Draw
+from posttrain.loop.cohort import Cohort
 from posttrain.objective import build_objective
 from posttrain.types import Group, Trajectory
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from posttrain.data.dataset import Draw
 from posttrain.errors import RunAborted
-from posttrain.loop.cohort import Draw
 from posttrain.loop.ledger import ENDS, MOVES, Ledger
 
 

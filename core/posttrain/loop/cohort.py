@@ -1,34 +1,19 @@
 """What travels between the four loops: draws, cohorts and batches. Plain values, no behaviour beyond counting.
 
-A *draw* is one taking of a dataset row by the sampler; the same row drawn in the next epoch is another draw. The draws of
-batch step `k` are the cohort `k`. Its groups become a batch; the optimizer steps of that batch turn version `k-1` of the
-weights into version `k`.
+The draws of batch step `k` are the cohort `k`. Its groups become a batch; the optimizer steps of that batch turn version
+`k-1` of the weights into version `k`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from posttrain.data.dataset import Draw
 
 if TYPE_CHECKING:
     from posttrain.policy.rows import Row
     from posttrain.types import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One prompt taken from the data. `index` counts all draws of a run from 0 and names its randomness."""
-
-    index: int
-    epoch: int
-    env: str
-    row_id: str
-    task: Mapping[str, Any]
-
-    @property
-    def group_id(self) -> str:
-        return f"{self.index}:{self.env}:{self.row_id}"
 
 
 @dataclass(slots=True)

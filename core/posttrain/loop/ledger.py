@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
+from posttrain.data.dataset import Draw
 from posttrain.errors import RunAborted
-from posttrain.loop.cohort import Draw
 
 MOVES: dict[str, tuple[str, ...]] = {
     "drawn": ("dispatched",),

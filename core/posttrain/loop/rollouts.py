@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.dataset import Draw
 from posttrain.data.environment import EpisodeState, is_messages
 from posttrain.data.seeds import derive_seed
 from posttrain.errors import DataError, RunAborted
-from posttrain.loop.cohort import Draw
 from posttrain.types import Group, Request, Reward, Sampling, Trajectory, Turn
 
 if TYPE_CHECKING:

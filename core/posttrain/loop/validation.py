@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.loop.cohort import Draw
+from posttrain.data.dataset import Draw, row_id
 from posttrain.types import Sampling
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def held_out_draws(environments: Mapping[str, Any], prompts: int) -> list[Draw]:
         rows = environments[name].dataset(SPLIT)
         for position in range(min(share, len(rows))):
             row = rows[position]
-            draws.append(Draw(len(draws), 0, name, str(row.get("id", position)), row))
+            draws.append(Draw(len(draws), 0, name, row_id(row, position), row))
     return draws
 
 
