@@ -95,7 +95,7 @@ def test_preferences_become_the_best_and_worst_of_informative_groups():
 def test_a_row_is_aligned_to_the_token():
     row = make_row(trajectory("a", 0, 1.0), PlainPacker(), 0.5, 0.25)
     assert row.input_ids == [7, 8, 10, 10, 10] and row.mask == [False, False, True, True, True]
-    assert row.rollout_logprobs == [0, 0, -0.5, -0.5, -0.5] and row.prefix == 2 and row.trained_tokens == 3
+    assert row.rollout_logprobs == [0, 0, -0.5, -0.5, -0.5] and row.prefix == 2
 
 
 def test_a_mask_shifted_by_one_is_refused_in_words():
