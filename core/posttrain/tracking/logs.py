@@ -2,7 +2,8 @@
 
 Every record of the process goes to `logs/driver.log`; what the loggers of one role say goes to that role's file too:
 
-    posttrain.policy  -> logs/policy.log        posttrain.rollout -> logs/rollout.log        posttrain.weights -> logs/weights.log
+    posttrain.policy  -> logs/policy.log         posttrain.rollout -> logs/rollout.log
+    posttrain.rewards -> logs/rewards.log        posttrain.weights -> logs/weights.log
 
 A worker process calls `log_to(file)` for a file of its own. Nothing is printed: the screen belongs to the display.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-ROLES = {"policy": "posttrain.policy", "rollout": "posttrain.rollout", "weights": "posttrain.weights"}
+ROLES = {role: f"posttrain.{role}" for role in ("policy", "rollout", "rewards", "weights")}
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s %(name)s: %(message)s"
 
 

@@ -40,7 +40,7 @@ _define(
     ("reward/max", "reward", "Largest of the same."),
     ("reward/<part>", "reward", "Mean of one named part of the reward, over the trajectories that have it."),
     ("rollout/unscorable_count", "trajectories", "Trajectories without a usable reward: in no baseline, and not trained."),
-    ("rollout/unscorable/<cause>", "trajectories", "The same, by cause: exception, time-out, NaN and so on."),
+    ("rollout/unscorable/<cause>", "trajectories", "The same, by cause: raised, timeout, not_finite, none, wrong_type."),
 )
 _define(
     "Groups", "loop",

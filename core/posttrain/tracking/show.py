@@ -69,8 +69,8 @@ def _group_panel(rows: Sequence[Row], samples: int) -> Panel:
 def _caption(row: Row) -> str:
     reward = "unscorable" if row["reward"] is None else number(row["reward"])
     bits = [f"reward {reward}"]
-    if row["reward"] is None and row["info"].get("cause"):
-        bits.append(str(row["info"]["cause"]))
+    if row["reward"] is None:
+        bits += [printable(str(row["info"][key]), 200) for key in ("cause", "error") if row["info"].get(key)]
     if row["reward_parts"]:
         bits.append("(" + ", ".join(f"{k} {number(v)}" for k, v in row["reward_parts"].items()) + ")")
     return " · ".join([*bits, f"advantage {row['advantage']:+.3g}", f"{len(row['token_ids'])} tokens", row["finish_reason"]])
