@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from posttrain.config.walker import Problem
-from posttrain.errors import CATALOGUE, ConfigError
+from posttrain.errors import ConfigError, PosttrainError
+
+ANCHOR = "reference/config.md"
 
 
 def refuse(
     problems: Sequence[Problem], *, subject: str = "the configuration cannot work", origin: Callable[[str], str] | None = None
-) -> ConfigError:
-    """One ConfigError that names all `problems`. When all have one documented code, the error carries it."""
+) -> PosttrainError:
+    """One error that names all `problems`: a ConfigError, or the problem's own error when there is just one that has one."""
+    if len(problems) == 1 and problems[0].error is not None:
+        only = problems[0].error
+        source = origin(problems[0].path) if origin else ""
+        only.where = only.where or problems[0].path + (f" ({source})" if source else "")
+        return only
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"{subject}: {count}"]
     for problem in problems:
-        source = origin(problem.path) if origin and problem.path else ""
-        subject_key = f"{problem.path}: " if problem.path else ""
-        lines.append(f"  - {subject_key}{problem.what}" + (f"  ({source})" if source else ""))
+        source = origin(problem.path) if origin and problem.path and not problem.what.startswith("missing") else ""
+        key = f"{problem.path}: " if problem.path else ""
+        lines.append(f"  - {key}{problem.what}" + (f"  ({source})" if source else ""))
         if problem.fix:
             lines.append(f"      fix: {problem.fix}")
-    codes = {problem.code for problem in problems}
-    code = codes.pop() if len(codes) == 1 else ""
-    error = ConfigError("\n".join(lines), code=code or None, anchor=CATALOGUE[code].anchor if code in CATALOGUE else "")
-    error.problems = list(problems)
+    error = ConfigError("\n".join(lines), anchor=ANCHOR)
+    error.problems = [Problem(p.path, p.what, p.fix) for p in problems]
     return error

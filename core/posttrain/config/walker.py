@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from posttrain.config.schema import MISSING, Plugin
+from posttrain.errors import PosttrainError
 
 REQUIRED: Any = object()
 """The default of a field that must be given."""
@@ -22,12 +23,12 @@ REQUIRED: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that cannot work. `path` is the config key, `code` that of a documented message ("" for none)."""
+    """One thing that cannot work. `path` is the config key; `error` the exception to raise when it is the only problem."""
 
     path: str
     what: str
     fix: str = ""
-    code: str = ""
+    error: PosttrainError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,21 @@ class Field:
 
 
 class Walker:
-    """Collects `problems` while it turns trees into values. `vocabulary`: all valid paths, to suggest from."""
+    """Collects `problems` while it turns trees into values.
 
-    def __init__(self, vocabulary: Iterable[str] = ()) -> None:
+    vocabulary: all valid paths, to suggest from. hint: `(unknown key, its value) -> fix` for keys at the top, "" for none.
+    """
+
+    def __init__(self, vocabulary: Iterable[str] = (), hint: Callable[[str, Any], str] | None = None) -> None:
         self.problems: list[Problem] = []
         self._vocabulary = list(vocabulary)
+        self._hint = hint
 
     def build(self, cls: type, tree: Any, path: str = "") -> Any:
         """An instance of dataclass `cls`. Keys with problems keep their default, so that later rules can go on."""
         if not isinstance(tree, Mapping):
-            self.report(path, f"must be a mapping, not {show(tree)}")
+            keys = ", ".join(field.name for field in dataclasses.fields(cls))
+            self.report(path, f"must be a mapping, not {show(tree)}", f"its keys: {keys}")
             tree = {}
         if cls is Plugin:
             name = self.convert(str, tree.get("name", MISSING), join(path, "name"), MISSING)
@@ -61,7 +67,8 @@ class Walker:
         known = {field.name: field for field in fields}
         for key in tree:
             if key not in known:
-                self.report(join(path, str(key)), "unknown key", self._suggest(str(key), path, known))
+                hint = self._hint(str(key), tree[key]) if self._hint and not path else ""
+                self.report(join(path, str(key)), "unknown key", hint or self._suggest(str(key), path, known))
         values = {}
         for name, field in known.items():
             given = tree.get(name, MISSING if field.default is REQUIRED else field.default)

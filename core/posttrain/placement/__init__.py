@@ -1,0 +1,1 @@
+"""Where roles run and how a batch is cut: pure rules, checked before anything starts."""

@@ -168,11 +168,9 @@ def _location(exc: BaseException, target: str) -> str:
     """`file.py:3` where the plug-in's import failed."""
     if isinstance(exc, SyntaxError) and exc.filename:
         return f"{exc.filename}:{exc.lineno}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(exc.__traceback__)
-        if "importlib" not in frame.filename and Path(frame.filename).parent != Path(__file__).parent
-    ]
+    frames = traceback.extract_tb(exc.__traceback__)
+    ours = [i for i, frame in enumerate(frames) if Path(frame.filename) == Path(__file__).with_name("resolution.py")]
+    frames = [frame for frame in frames[ours[-1] + 1 if ours else 0 :] if "importlib" not in frame.filename]  # type: ignore[assignment]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else target
 
 

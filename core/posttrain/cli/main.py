@@ -1,0 +1,126 @@
+"""`posttrain COMMAND …`: finds the command, runs it, turns what it raises into one screen and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+
+COMMANDS = {
+    "train": "posttrain.cli.train",
+    "show": "posttrain.cli.show",
+    "plugins": "posttrain.cli.plugins",
+    "experiments": "posttrain.cli.experiments",
+}
+"""Each command's module; it defines `parser()` and `run(args)`."""
+
+HELP = """\
+posttrain: reinforcement learning after pre-training
+
+train
+  posttrain train experiment=NAME [KEY=VALUE ...]   train; posttrain train --help has the rest
+  posttrain train --resume RUN                      go on with a run
+  posttrain train --multirun KEY=A,B                one run for each value
+
+look
+  posttrain show RUN [--step N]                     sample rollouts with rewards and advantages
+  posttrain experiments list                        what experiment= can name
+  posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports
+  posttrain plugins doctor [NAME]                   import each plug-in and say what is wrong with it
+
+everywhere
+  --help, --version, --traceback                    (--traceback shows where an error came from)
+
+exit codes: 0 done, 2 configuration or plug-in, 3 data, 4 engine or model start, 5 run aborted,
+            75 worth resuming, 130 Ctrl-C, 143 SIGTERM
+"""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised in the main thread so that everything is closed as for Ctrl-C."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of exiting, so that a bad flag looks like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, fix=f"{self.prog} --help", code="usage")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv`: without the program's name; default: the command line."""
+    from posttrain.cli.report import report
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in arguments
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _dispatch(arguments)
+    except BrokenPipeError:
+        sys.stdout = None  # type: ignore[assignment]
+        return EXIT_OK
+    except (Exception, KeyboardInterrupt) as exc:
+        return report(exc, traceback=traceback)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return EXIT_OK if arguments else EXIT_CONFIG
+    if arguments[0] == "--version":
+        import posttrain
+
+        print(f"posttrain {posttrain.__version__}")
+        return EXIT_OK
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        raise ConfigError(f"there is no command {command!r}", fix=_nearest(command), code="usage")
+    module: Any = importlib.import_module(COMMANDS[command])
+    try:
+        args, unknown = module.parser().parse_known_intermixed_args(rest)
+    except SystemExit as exc:  # --help printed
+        return int(exc.code or 0)
+    if unknown:
+        raise unknown_flags(command, unknown, rest)
+    code: int = module.run(args)
+    return code
+
+
+def unknown_flags(command: str, unknown: Sequence[str], arguments: Sequence[str]) -> ConfigError:
+    """Flags that the command does not have; those that look like config keys get their path here."""
+    from posttrain.config.flat_keys import renamed
+
+    flag = unknown[0]
+    key, equals, value = flag.lstrip("-").partition("=")
+    following = arguments[list(arguments).index(flag) + 1 :] if flag in arguments else []
+    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+        value = following[0]
+    known = renamed(key, value)
+    fix = f"{known}; values are given as key=value" if known else f"posttrain {command} --help"
+    return ConfigError(f"posttrain {command} has no flag {flag}", fix=fix, code="usage")
+
+
+def _nearest(command: str) -> str:
+    import difflib
+
+    if "=" in command:
+        return f"posttrain train {command} …"
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    return f"posttrain {near[0]} …" if near else f"one of: {', '.join(COMMANDS)}; posttrain --help"
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The range of every number in the schema. A value outside is one problem; NaN is outside of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.walker import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval; `open_low` and `open_high` leave its ends out."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+    def __str__(self) -> str:
+        low = "" if math.isinf(self.low) else f"{'above' if self.open_low else 'at least'} {self.low:g}"
+        high = "" if math.isinf(self.high) else f"{'below' if self.open_high else 'at most'} {self.high:g}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+_NATURAL, _COUNT, _POSITIVE, _SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1, open_low=True)
+
+BOUNDS: dict[str, Range] = {
+    "seed": _COUNT,
+    "rl.steps": _NATURAL,
+    "rl.micro_batch_tokens": _NATURAL,
+    "rl.logprob_chunk_tokens": _NATURAL,
+    "rl.max_uninformative_batches": _NATURAL,
+    "rl.min_informative_groups": _COUNT,
+    "rl.min_informative_groups_frac": _SHARE,
+    "rl.dynamic_sampling_max_extra_rollouts": _COUNT,
+    "rl.optimizer.lr": Range(0, math.inf, open_high=True),
+    "rl.optimizer.eps": _POSITIVE,
+    "rl.optimizer.weight_decay": _COUNT,
+    "rl.optimizer.grad_clip": _POSITIVE,
+    "rl.optimizer.betas[0]": Range(0, 1, open_high=True),
+    "rl.optimizer.betas[1]": Range(0, 1, open_high=True),
+    "rl.lr_scheduler.warmup_steps": _COUNT,
+    "rl.lr_scheduler.min_lr_ratio": Range(0, 1),
+    "rollout.max_tokens": _NATURAL,
+    "rollout.max_model_len": Range(2),
+    "rollout.max_num_seqs": _NATURAL,
+    "rollout.gpu_memory_utilization": _SHARE,
+    "rollout.tensor_parallel_size": _NATURAL,
+    "rollout.base_port": Range(1, 65535),
+    "rollout.max_async_rollout": _COUNT,
+    "rollout.max_off_policy_steps": _COUNT,
+    "rollout.start_timeout_s": _POSITIVE,
+    "rollout.generate_timeout_s": _POSITIVE,
+    "rollout.reward_timeout_s": _POSITIVE,
+    "rollout.reward_workers": _NATURAL,
+    "grid.threads": _COUNT,
+    "validation.every": _COUNT,
+    "validation.prompts": _COUNT,
+    "validation.samples": _NATURAL,
+    "validation.temperature": _COUNT,
+    "validation.top_p": _SHARE,
+    "validation.top_k": _COUNT,
+    "validation.min_p": Range(0, 1),
+    "validation.max_tokens": _NATURAL,
+    "weights.bucket_bytes": _NATURAL,
+    "weights.canary_every": _COUNT,
+    "weights.canary_max_fp32": _POSITIVE,
+    "weights.canary_mean_bf16": _POSITIVE,
+    "weights.canary_max_bf16": _POSITIVE,
+    "weights.stage_timeout_s": _POSITIVE,
+    "weights.apply_timeout_s": _POSITIVE,
+    "loop.shutdown_timeout_s": _POSITIVE,
+    "checkpoint.every": _COUNT,
+    "checkpoint.keep_last": _NATURAL,
+    "checkpoint.keep_every": _NATURAL,
+    "tracking.rollouts_every": _COUNT,
+}
+
+
+def check_bounds(config: Any) -> Iterator[Problem]:
+    """A problem for every number outside its range; unset (null) ones are left alone."""
+    for path, allowed in BOUNDS.items():
+        value = config
+        for part in path.replace("[", ".").replace("]", "").split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        if isinstance(value, (int, float)) and not allowed.holds(value):
+            yield Problem(path, f"is {value:g}, must be {allowed}")
+    for i, environment in enumerate(config.environments):
+        if isinstance(environment.weight, float) and not _POSITIVE.holds(environment.weight):
+            yield Problem(f"environments[{i}].weight", f"is {environment.weight:g}, must be {_POSITIVE}")
