@@ -1,4 +1,4 @@
-"""A row: one trajectory, or one member of a preference pair, ready to train. Plain data, picklable, no torch."""
+"""A row: one trajectory, or one piece of a split episode, ready to train."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """All per-token lists have length `L`; entry `t` is about token `t` itself.
+    """Everything the policy needs to know about one sequence of `L` tokens, prompt included.
 
-    input_ids           [L] the prompt and everything after it
-    mask                [L] tokens that train
-    rollout_logprobs    [L] the engine's log-probs, 0.0 where the model did not sample
-    advantage           of every trained token of the row
-    reward, baseline    the reward and its group's mean (NFT)
-    group, id           of the prompt and of the sample
-    prefix              length of the prompt that the rows of a group share; 0: nothing is shared
-    pair, chosen        preference data: which pair, and whether this is its chosen member
+    input_ids         [L]
+    mask              [L] about token t itself: sampled by the model and trained; never the first token
+    rollout_logprobs  [L] of the distribution sampled from; anything where mask is False
+    advantage         of the whole row
+    reward, baseline  the episode's reward and its group's mean
+    group             id of its group
+    prefix            length of the prompt that rows of the same group share; 0 if unknown
+    pair, chosen      preference data: pair index, and which of the two this is
+    id                sample id, for messages
+    Raises ValueError when the lists disagree, no token is trained, or the first one is.
     """
 
     input_ids: list[int]
     mask: list[bool]
     rollout_logprobs: list[float]
-    advantage: float
-    reward: float
-    baseline: float
-    group: str
-    id: str
+    advantage: float = 0.0
+    reward: float = 0.0
+    baseline: float = 0.0
+    group: str = ""
     prefix: int = 0
     pair: int | None = None
     chosen: bool | None = None
+    id: str = ""
 
     def __post_init__(self) -> None:
-        if not len(self.input_ids) == len(self.mask) == len(self.rollout_logprobs):
-            raise ValueError(
-                f"row {self.id!r} has {len(self.input_ids)} ids, {len(self.mask)} mask entries and "
-                f"{len(self.rollout_logprobs)} log-probs"
-            )
+        lengths = (len(self.input_ids), len(self.mask), len(self.rollout_logprobs))
+        if len(set(lengths)) != 1:
+            raise ValueError(f"row {self.id!r}: input_ids, mask and rollout_logprobs have lengths {lengths}; they must be equal")
+        if not any(self.mask):
+            raise ValueError(f"row {self.id!r} has no trained token; leave it out of the batch")
+        if self.mask[0]:
+            raise ValueError(f"row {self.id!r}: nothing comes before its first token, so it has no log-prob; mask it out")
+        if not 0 <= self.prefix <= len(self.input_ids):
+            raise ValueError(f"row {self.id!r}: prefix={self.prefix} is not within its {len(self.input_ids)} tokens")
 
     @property
-    def trained_tokens(self) -> int:
-        return sum(self.mask)
+    def trained(self) -> list[int]:
+        """Positions of the trained tokens, ascending."""
+        return [position for position, trained in enumerate(self.mask) if trained]
+
+    @property
+    def context(self) -> int:
+        """Tokens that a forward must see: all before the last trained one."""
+        return len(self.mask) - 1 - self.mask[::-1].index(True)
