@@ -95,7 +95,8 @@ def test_rewards_keep_parts_and_numbers_of_any_kind() -> None:
     kept = as_reward(Reward(1, {"format": np.float64(0.5)}, {"answer": "42"}))
     assert kept == Reward(1.0, {"format": 0.5}, {"answer": "42"}) and type(kept.parts["format"]) is float
     assert as_reward(Reward(1.0, {"x": "y"})).info["cause"] == "wrong_type"
-    assert as_reward(Reward(math.nan, {}, {"seen": 1})).info == {"seen": 1, "cause": "not_finite", "error": "compute_reward returned nan"}
+    lost = as_reward(Reward(math.nan, {}, {"seen": 1}))
+    assert lost.info == {"seen": 1, "cause": "not_finite", "error": "compute_reward returned nan"}
     assert as_reward(Reward(None, {}, {"cause": "sandbox"})).info["cause"] == "sandbox"
 
 
@@ -119,7 +120,8 @@ def test_case_ops_1_a_dead_or_silent_worker_fails_its_requests_and_is_replaced(d
 
 
 def test_what_a_reward_started_dies_with_its_worker(tmp_path: Path) -> None:
-    deed = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('subprocess').Popen(['sleep', '600']).pid)) and time.sleep(600)"
+    child = "str(__import__('subprocess').Popen(['sleep', '600']).pid)"
+    deed = f"open({str(tmp_path / 'pid')!r}, 'w').write({child}) and time.sleep(600)"
     rewards, _ = run(Eval(), [deed], timeout_s=3.0)
     assert causes(rewards) == ["timeout"]
     pid = int((tmp_path / "pid").read_text())

@@ -113,7 +113,7 @@ class PromptSampler:
         source, size = self._sources[which], self._usable[which]
         epoch, place = divmod(self._taken[which], size)
         position = int(self._order(which, epoch)[place])
-        row = source.rows[position]
+        row = read_row(source, position)
         made = Draw(self.index, epoch, source.env, row_id(row, position), row)
         self._taken[which] += 1
         self.index += 1
@@ -136,6 +136,19 @@ class PromptSampler:
             generator = np.random.Generator(np.random.Philox(derive_seed(self._seed, "epoch", source.env, epoch)))
             cached = self._orders[which] = (epoch, generator.permutation(len(source.rows)))
         return cached[1]
+
+
+def read_row(source: Source, position: int) -> Any:
+    """The row at a position. Raises DataError naming it when the dataset cannot give it."""
+    try:
+        return source.rows[position]
+    except Exception as exc:
+        raise DataError(
+            f"row {position} of the training dataset of {source.env} cannot be read",
+            cause=f"{type(exc).__name__}: {exc}",
+            fix="check the files behind the dataset",
+            code="unreadable-row",
+        ) from exc
 
 
 def row_id(row: Any, position: int) -> str:
@@ -212,7 +225,7 @@ def rows_of(factory: str, kwargs: Mapping[str, Any]) -> RowDataset:
 def _refuse_repeated_ids(sources: Sequence[Source], limit: int = 10_000) -> None:
     """Repeated ids would pool different prompts into one name in the ledger and the rollout files."""
     for source in sources:
-        ids = sorted((row_id(source.rows[i], i), i) for i in range(min(len(source.rows), limit)))
+        ids = sorted((row_id(read_row(source, i), i), i) for i in range(min(len(source.rows), limit)))
         for (a, i), (b, j) in pairwise(ids):
             if a == b:
                 raise DataError(

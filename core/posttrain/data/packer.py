@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from posttrain.data.environment import Prompt
+from posttrain.data.hub import eos_token_ids as eos_token_ids
 from posttrain.data.hub import model_config
 from posttrain.data.special_tokens import SpecialTokens
 from posttrain.errors import PackerError, error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby, islice
@@ -49,6 +49,7 @@ class HFEngine(Engine):
         self._model = await asyncio.wrap_future(self._thread.submit(build_module, self.spec))
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:  # type: ignore[override]
+        self.refuse_invalid()
         if self._version is None:
             raise WeightSyncError("the hf engine has no weights yet", cause="generate was called before the first commit",
                                   fix="sync the policy's weights first", retryable=False)
@@ -90,6 +91,9 @@ class HFEngine(Engine):
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return await asyncio.wrap_future(self._thread.submit(score, self._model, [list(s) for s in sequences]))
+
+    def parameters(self) -> Mapping[str, tuple[int, ...]] | None:
+        return {n: tuple(p.shape) for n, p in self._model.named_parameters()} if self._model is not None else None
 
     async def close(self) -> None:
         self._gate.shut()

@@ -52,7 +52,7 @@ class Scorer:
             await self._pool.start()
 
     async def score(self, env: str, state: EpisodeState) -> Reward:
-        """The reward of one episode; unscorable (total None, `info["cause"]`) when there is none. Never raises for a bad reward."""
+        """The reward of one episode; unscorable (total None, `info["cause"]`) when there is none. Never raises for a bad one."""
         if env in self._blocking and self._pool:
             reward = await self._pool.score(env, state)
         else:

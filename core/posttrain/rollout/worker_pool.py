@@ -62,7 +62,11 @@ class Worker:
             boot = _BOOT.format(theirs.fileno(), os.getpid())
             process = subprocess.Popen(
                 [sys.executable, "-c", boot, json.dumps(sys.path)],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
             )
         worker = cls(number, process)
         try:
@@ -77,8 +81,9 @@ class Worker:
         if problem is not None:
             await worker.stop()
             raise PluginError(
-                "the environments could not be built in a reward worker", cause=str(problem).rstrip(),
-                fix="their modules must be importable by another Python process (install them, or set PYTHONPATH), and they must pickle",
+                "the environments could not be built in a reward worker",
+                cause=str(problem).rstrip(),
+                fix="another Python process must be able to import their modules (install them, or set PYTHONPATH)",
             )
         return worker
 
@@ -186,7 +191,8 @@ class WorkerPool:
                 _answer(batch.popleft(), reward)
         except TimeoutError:
             how = await self._discard(number)
-            _answer(batch.popleft(), unscorable("timeout", f"no reward within {self._timeout:g} s (rollout.reward_timeout_s); {how}"))
+            late = f"no reward within {self._timeout:g} s (rollout.reward_timeout_s); {how}"
+            _answer(batch.popleft(), unscorable("timeout", late))
         except (EOFError, ConnectionError):
             how = await self._discard(number)
             _answer(batch.popleft(), unscorable("died", how))
