@@ -6,6 +6,7 @@ import argparse
 import importlib
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, _terminate) if in_main_thread else None
     try:
         return _dispatch(arguments)
     except BrokenPipeError:
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as exc:
         return report(exc, traceback=traceback)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _dispatch(arguments: list[str]) -> int:

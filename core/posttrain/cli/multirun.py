@@ -82,4 +82,3 @@ def _call_with(argv: list[str], job: Any) -> int:
     finally:
         sys.argv = before
     return EXIT_OK
-

@@ -43,11 +43,11 @@ def _list(args: argparse.Namespace) -> int:
 
 def _entry(info: PluginInfo) -> dict[str, Any]:
     card = info.card
-    return {**dataclasses.asdict(info), **dataclasses.asdict(card), "problem": card.problem or _doubt(info)}
+    return {**dataclasses.asdict(info), **dataclasses.asdict(card), "problem": _doubt(info)}
 
 
 def _line(info: PluginInfo) -> str:
-    doubt = info.card.problem or _doubt(info)
+    doubt = _doubt(info)
     return f"! {doubt}" if doubt else info.card.help
 
 
@@ -56,7 +56,7 @@ def _doubt(info: PluginInfo) -> str:
     card = info.card
     if card.missing:
         return f"needs {', '.join(card.missing)}, which is missing"
-    return "" if card.api in SUPPORTED_APIS else f"is written for api {card.api}"
+    return card.problem or ("" if card.api in SUPPORTED_APIS else f"is written for api {card.api}")
 
 
 def _doctor(args: argparse.Namespace) -> int:

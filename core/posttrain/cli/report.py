@@ -26,9 +26,11 @@ _FULL = ("no space left on device", "storagefull", "disk quota exceeded", "pytor
 
 def report(exc: BaseException, *, traceback: bool = False) -> int:
     """Print what happened to stderr and return the exit code."""
-    run = getattr(exc, "run_dir", None)
     if traceback:
         tracebacks.print_exception(exc)
+    run = getattr(exc, "run_dir", None)
+    exc = unwrap(exc)
+    run = getattr(exc, "run_dir", run)
     if isinstance(exc, KeyboardInterrupt):
         return _interrupted(exc, run)
     full = disk_full(exc)
@@ -44,6 +46,18 @@ def report(exc: BaseException, *, traceback: bool = False) -> int:
     _say(f"  log:   {log}" if log else "  log:   could not be written")
     _say("  fix:   --traceback shows where it came from; this is a bug in posttrain or in a plug-in")
     return EXIT_UNEXPECTED
+
+
+def unwrap(exc: BaseException) -> BaseException:
+    """The one exception of a group that says most: an interrupt, else an error of ours, else the first."""
+    if not isinstance(exc, BaseExceptionGroup):
+        return exc
+    leaves = [unwrap(one) for one in exc.exceptions]
+    for kind in (KeyboardInterrupt, PosttrainError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]
 
 
 def exit_code(exc: PosttrainError) -> int:

@@ -98,9 +98,10 @@ def _path_key() -> tuple[tuple[str, int], ...]:
 def _scan(_key: tuple[tuple[str, int], ...]) -> tuple[PluginInfo, ...]:
     groups = {kind.group: name for name, kind in KINDS.items()}
     found = []
-    for group, points in ((group, metadata.entry_points(group=group)) for group in groups):
-        for point in points:
+    points = metadata.entry_points()  # once: each call reads all distributions
+    for group, kind in groups.items():
+        for point in points.select(group=group):
             owner = point.dist
             name, version = (owner.metadata["Name"], owner.version) if owner is not None else ("unknown", "0")
-            found.append(PluginInfo(groups[group], point.name, point.value, name, version))
+            found.append(PluginInfo(kind, point.name, point.value, name, version))
     return tuple(sorted(set(found), key=lambda info: (info.kind, info.name, info.distribution)))

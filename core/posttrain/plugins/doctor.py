@@ -40,10 +40,10 @@ def quarantined() -> list[Finding]:
     findings = []
     for info in (info for kind in KINDS for info in discover(kind) if not info.builtin):
         card = info.card
-        if card.problem:
-            findings.append(Finding(info, card.problem, f"posttrain plugins doctor {info.name}"))
-        elif card.missing:
+        if card.missing:
             findings.append(Finding(info, f"needs {card.missing[0]!r}, which is missing", install_command(card.missing[0], info)))
+        elif card.problem:
+            findings.append(Finding(info, card.problem, f"posttrain plugins doctor {info.name}"))
         elif card.api not in SUPPORTED_APIS:
             findings.append(Finding(info, f"is written for api {card.api}", f"posttrain plugins doctor {info.name}"))
     return findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,9 +17,7 @@ class Scope:
 
     def __init__(self, module: str, file: Path, finder: Finder, seen: dict[str, Scope]) -> None:
         self.module, self.file, self._finder, self._seen = module, file, finder, seen
-        text = file.read_text(encoding="utf-8")
-        self.tree = ast.parse(text, filename=str(file))
-        self._lines = text.splitlines()
+        self.tree, self._lines = _parse(file, file.stat().st_mtime_ns)
         seen[module] = self
 
     def comment(self, line: int, end_line: int | None = None) -> str:
@@ -127,3 +126,10 @@ class Scope:
 def open_module(module: str, file: Path, finder: Finder) -> Scope:
     """Parse one module; the modules that it refers to are parsed when looked at."""
     return Scope(module, file, finder, {})
+
+
+@lru_cache(maxsize=256)
+def _parse(file: Path, _changed_at: int) -> tuple[ast.Module, list[str]]:
+    """Tree and lines of one version of a file; many plug-ins share their bases."""
+    text = file.read_text(encoding="utf-8")
+    return ast.parse(text, filename=str(file)), text.splitlines()
