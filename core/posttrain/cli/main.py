@@ -38,8 +38,8 @@ look
 everywhere
   --help, --version, --traceback                    (--traceback shows where an error came from)
 
-exit codes: 0 done, 2 configuration or plug-in, 3 data, 4 engine or model start, 5 run aborted,
-            75 worth resuming, 130 Ctrl-C, 143 SIGTERM
+exit codes: 0 done, 1 unexpected, 2 configuration or plug-in, 3 data, 4 engine or model start,
+            5 run aborted, 75 worth resuming, 130 Ctrl-C, 143 SIGTERM
 """
 
 

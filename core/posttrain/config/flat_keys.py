@@ -63,6 +63,7 @@ FLAT_KEYS: dict[str, str] = {
     "max_num_seqs": "rollout.max_num_seqs",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "inference_tensor_parallel_size": "rollout.tensor_parallel_size",
+    "inference_base_port": "rollout.base_port",
     "inference_num_workers": "grid.shapes.rollout",
     "trainer_num_workers": "grid.shapes.policy",
     "weight_broadcast_bucket_mb": "weights.bucket_bytes (bytes, not MB)",

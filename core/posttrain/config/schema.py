@@ -65,7 +65,7 @@ class RLConfig:
     steps: int = MISSING  # batch steps to train
     objective: Plugin = field(default_factory=Plugin)  # algorithm and its options, flat: {name: grpo, clip_low: 0.2}
     group_size: int = 8  # completions per prompt
-    batch_per_replica: int = 64  # completions collected per rollout replica and batch step (whole groups)
+    batch_per_replica: int = 64  # completions of one batch step, over all rollout replicas; whole groups for each
     mini_batch_per_replica: int | None = None  # completions per optimizer step; null: one step per batch
     micro_batch_per_replica: int | None = None  # completions per forward and backward; null: by micro_batch_tokens
     micro_batch_tokens: int = 4096  # token budget of a micro-batch when micro_batch_per_replica is null
@@ -140,9 +140,9 @@ class ValidationConfig:
     prompts: int = 64  # held-out prompts; 0: no validation
     samples: int = 1  # completions per prompt
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    top_p: float = 1.0  # share of the probability that is sampled from; 1: all
+    top_k: int = 0  # tokens that are sampled from; 0: all
+    min_p: float = 0.0  # least probability, as a share of the largest; 0: any
     max_tokens: int | None = None  # default: rollout.max_tokens
 
 
@@ -156,7 +156,7 @@ class WeightsConfig:
     canary_max_bf16: float = 0.5  # nats
     stage_timeout_s: float = 120.0  # deadline of pulling and verifying one publication
     apply_timeout_s: float = 120.0  # deadline of pause, apply, reset and resume
-    on_failure: Literal["raise", "rebuild_and_retry", "drop_lane"] = "raise"
+    on_failure: Literal["raise", "rebuild_and_retry", "drop_lane"] = "raise"  # what a failed update does to the run
     verify_weight_values: bool = False  # compare bytes after the copies
 
 
@@ -191,9 +191,9 @@ class RunConfig:
     rl: RLConfig = field(default_factory=RLConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grid: GridConfig = field(default_factory=GridConfig)
-    environments: tuple[EnvironmentConfig, ...] = ()
+    environments: tuple[EnvironmentConfig, ...] = ()  # what to train on: [{name: arithmetic, weight: 1.0, options: {}}]
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    evals: tuple[EnvironmentConfig, ...] = ()
+    evals: tuple[EnvironmentConfig, ...] = ()  # held-out environments beside the training ones
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
