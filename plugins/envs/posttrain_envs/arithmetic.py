@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from posttrain.data.environment import Environment, EpisodeState, Prompt, Rows, Split
-from posttrain.types import Reward
+from posttrain.types import Message, Reward
 
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -54,7 +54,9 @@ class Arithmetic(Environment):
 
     def format_prompt(self, task: Mapping[str, Any]) -> Prompt:
         text = f"{task['problem']}="
-        return text if self.options.style == "text" else [{"role": "user", "content": text}]
+        if self.options.style == "text":
+            return text
+        return [Message(role="user", content=text)]
 
     def compute_reward(self, state: EpisodeState) -> Reward:
         """1 for the exact answer, else 0; `format` says whether it was a number at all."""
