@@ -210,3 +210,9 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunInterrupted, match="the disk is full") as caught:
         MetricsWriter(tmp_path / "metrics.jsonl").write(1, {"loss": 1.0})
     assert "metrics.jsonl" in str(caught.value) and caught.value.retryable and caught.value.exit_code == 75
+
+
+def test_what_ends_a_run_carries_its_directory(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, RunDir.create(tmp_path, "run") as directory:
+        raise KeyboardInterrupt
+    assert caught.value.run_dir == directory.path  # type: ignore[attr-defined]

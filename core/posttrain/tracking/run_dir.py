@@ -138,6 +138,8 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        if exc is not None:
+            exc.run_dir = self.path  # type: ignore[attr-defined]  # the command line names the run and how to go on
         self.close()
 
 
