@@ -137,6 +137,8 @@ def test_a_resume_cuts_what_is_past_the_checkpoint_and_keeps_it(run: RunDir, gro
     assert [r["step"] for r in read_metrics(run.path)] == [1, 2]
     assert [r["step"] for r in read_validation(run.path)] == [0]
     with Tracker(run, TrackingConfig(display="none"), 4) as tracker:
+        assert tracker.display.progress.step == 2 and tracker.display.progress.rewards == [0.25, 0.5]
+        assert tracker.display.progress.held_out == [(0, 0.25)]
         tracker.step(3, STEP)
         assert tracker.finish().steps == 3
 

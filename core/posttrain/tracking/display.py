@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.text import duration, number, printable, sparkline
 
 Mode = Literal["auto", "live", "lines", "none"]
@@ -47,6 +48,12 @@ class Progress:
     seconds: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     sample: Sample | None = None
+
+    def restore(self, rows: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what a resumed run has on record."""
+        self.step = max((row["step"] for row in rows), default=0)
+        self.rewards = [float(r["reward/mean"]) for r in rows if isinstance(r.get("reward/mean"), int | float)]
+        self.held_out = [(row["step"], row[HELD_OUT]) for row in validations if row.get(HELD_OUT) is not None]
 
     def advance(self, step: int, metrics: Mapping[str, Any], sample: Sample | None) -> None:
         self.step, self.metrics, self.sample = step, metrics, sample or self.sample

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+HELD_OUT = "validation/reward/mean"
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -66,6 +68,19 @@ _define(
     ("policy/ratio_min", "", "Smallest ratio of trainer to engine probability of a trained token, at the first optimizer step."),
     ("policy/ratio_mean", "", "Mean of the same."),
     ("policy/ratio_max", "", "Largest of the same."),
+    ("policy/logprob_gap", "nats", "Mean distance of the trainer's log-probs from the engine's, at the first optimizer step."),
+    ("policy/entropy", "nats", "Mean entropy of the distribution sampled from, at trained tokens."),
+    ("policy/clip_fraction", "share", "Trained tokens at which the clip binds, over all optimizer steps."),
+    ("policy/kl", "nats", "Mean KL to the frozen reference model, by rl.objective.kl_estimator; where there is one."),
+    ("policy/tis_weight", "", "Mean importance weight of rl.objective.use_tis."),
+    ("policy/seq_masked_share", "share", "Trained tokens that rl.objective.seq_is_masking left out."),
+    ("policy/skipped_steps", "steps", "Optimizer steps skipped because their gradient was not finite."),
+    ("lr", "", "Learning rate of the last optimizer step."),
+    ("time/pack_s", "s", "Laying out the rows for the model. A part of time/train_s, like the four below."),
+    ("time/old_logprobs_s", "s", "The ahead pass: old log-probs of the whole batch."),
+    ("time/reference_s", "s", "Log-probs of the reference model."),
+    ("time/forward_backward_s", "s", "Forward, loss and backward of every micro-batch."),
+    ("time/optimizer_s", "s", "Gradient norm, clipping and the optimizer."),
 )
 _define(
     "Time", "loop",
@@ -86,7 +101,7 @@ _define(
 )
 _define(
     "Held-out validation (validation.jsonl; step 0 is before training)", "loop",
-    ("validation/reward/mean", "reward", "Mean reward on prompts that training never draws; unscorable samples are left out."),
+    (HELD_OUT, "reward", "Mean reward on prompts that training never draws; unscorable samples are left out."),
     ("validation/<env>/reward/mean", "reward", "The same, for one environment."),
     ("validation/prompts", "prompts", "How many held-out prompts."),
     ("validation/unscorable_count", "trajectories", "Samples without a usable reward."),

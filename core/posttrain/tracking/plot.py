@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import read_metrics, read_validation
-from posttrain.tracking.summary import HELD_OUT
 
 
 def plot(run: str | Path, out: str | Path, title: str = "") -> None:

@@ -10,10 +10,10 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.rollouts import read_rollouts, rollout_steps
 from posttrain.tracking.run_dir import find_run
-from posttrain.tracking.summary import HELD_OUT
 from posttrain.tracking.text import number, printable
 
 Row = Mapping[str, Any]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.text import duration, number
-
-HELD_OUT = "validation/reward/mean"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from posttrain.tracking.display import Display, Sample
 from posttrain.tracking.events import Events, OpenSpan
 from posttrain.tracking.logs import RoleLogs
-from posttrain.tracking.metrics import MetricsWriter, truncate_after
+from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metrics import MetricsWriter, read_metrics, read_validation, truncate_after
 from posttrain.tracking.rollouts import Decode, supersede_after, write_rollouts
-from posttrain.tracking.summary import HELD_OUT, Summary, summarise, zero_start_advice
+from posttrain.tracking.summary import Summary, summarise, zero_start_advice
 from posttrain.tracking.text import number
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Tracker:
         self.run_dir, self.config, self.total_steps, self.decode = run_dir, config, total_steps, decode
         self.events = Events(run_dir.events)
         self.display = Display(config.display, total_steps, console)
+        self.display.progress.restore(read_metrics(run_dir.path), read_validation(run_dir.path))
         self._metrics = MetricsWriter(run_dir.metrics)
         self._validation = MetricsWriter(run_dir.validation)
         self._logs = RoleLogs(run_dir.logs)
