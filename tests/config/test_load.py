@@ -85,7 +85,7 @@ the configuration cannot work: 12 problems
       fix: did you mean rl.objective.clip_low?
   - environments[0].options.sizes: unknown key  (command line)
       fix: did you mean environments[0].options.size?
-  - rollout.temperature: 0.0 is greedy: every completion of a group is the same  (bad.yaml:6)
+  - rollout.temperature: 0.0 is greedy: a group's completions are equal  (bad.yaml:6)
       fix: use a value above 0
   - rollout.top_p: 0.9 samples from a cut distribution whose log-probs the trainer cannot recompute  (command line)
       fix: set rollout.top_p=1.0 (evals may use it: validation.top_p)

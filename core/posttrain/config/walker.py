@@ -84,7 +84,7 @@ class Walker:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             return self.build(hint, value, path)
         if isinstance(value, str) and value == MISSING:
-            self.report(path, "missing value", f"give it: {path}={sample(hint)}")
+            self.report(path, "missing value", f"give it: {typed(path)}={sample(hint)}")
             return MISSING
         return self._convert(hint, value, path, default)
 
@@ -230,8 +230,14 @@ def sample(hint: Any) -> str:
     return {int: "N", float: "X", bool: "true", str: "TEXT"}.get(parts[0], spell(parts[0]).replace(" | ", "|"))
 
 
+def typed(path: str) -> str:
+    """A path as one types it: `environments[0].name` is `environments.0.name` on the command line."""
+    return path.replace("[", ".").replace("]", "")
+
+
 def _hint_for(hint: Any, value: Any, path: str) -> str:
     """How to type what was probably meant."""
+    path = typed(path)
     wants = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if isinstance(value, str) and {int, float} & set(wants):
         try:
