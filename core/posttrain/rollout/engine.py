@@ -10,12 +10,12 @@ The smallest engine implements the abstract methods below; `posttrain.testing.En
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
     from posttrain.types import Completion, Request
@@ -53,6 +53,8 @@ class Engine(ABC):
 
     api: ClassVar[int] = 1
     name: ClassVar[str] = ""
+    shared_staging: ClassVar[bool] = False
+    """Whether `apply` reads the staged weights from other processes, so that staging must be shared memory."""
 
     @dataclass(frozen=True)
     class Options:
@@ -61,6 +63,7 @@ class Engine(ABC):
     def __init__(self, spec: EngineSpec, options: Any = None) -> None:
         self.spec = spec
         self.options = options if options is not None else type(self).Options()
+        self.invalid: str | None = None
 
     @abstractmethod
     async def start(self) -> None:
@@ -94,6 +97,26 @@ class Engine(ABC):
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob (temperature 1) of each token given those before it, from the second token on. For the canary."""
 
+    def parameters(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Names and shapes of all parameters that `apply` must be given, to be compared with a plan before the first byte moves.
+
+        None: not known before the weights are loaded; `apply` then checks itself.
+        """
+        return None
+
+    def invalidate(self, cause: str) -> None:
+        """Refuse to generate until started again: an update failed half-way, or the weights in place proved to be wrong."""
+        self.invalid = cause
+
+    def refuse_invalid(self) -> None:
+        """What `generate` calls first. Raises WeightSyncError when the weights in place cannot be trusted."""
+        if self.invalid is not None:
+            raise WeightSyncError(
+                f"the {self.name} engine is invalid: {self.invalid}",
+                fix="rebuild the engine: close() and start(), then sync",
+                code="lane-invalid",
+            )
+
     @abstractmethod
     async def close(self) -> None:
         """Free everything; idempotent."""
@@ -106,7 +129,7 @@ def check_training_sampling(*, temperature: float, top_p: float, top_k: int, min
     """
     problems = []
     if temperature <= 0:
-        problems.append(f"rollout.temperature={temperature} is greedy: every completion of a group is the same; use a value above 0")
+        problems.append(f"rollout.temperature={temperature} is greedy: a group's completions are equal; use a value above 0")
     for key, value, off in (("top_p", top_p, 1.0), ("top_k", top_k, 0), ("min_p", min_p, 0.0)):
         if value != off:
             problems.append(

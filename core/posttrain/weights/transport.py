@@ -1,0 +1,103 @@
+"""How buckets travel from a policy rank's slot to a lane's staging.
+
+A transport allocates the slots that publications live in and pulls one bucket at a time; it knows nothing of models, versions
+or engines. The smallest one implements `allocate` and `pull`; `posttrain.testing.TransportContract` states the laws as tests.
+
+Each lane has a transport of its own (`fresh()`): an overdue pull is abandoned by closing it, and the staging that it may still
+write to is dropped with it, never reused.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from posttrain.weights.memory import Region
+from posttrain.weights.plan import BucketPlan, Piece
+
+Handle = dict[str, Any]
+"""Where a slot is, as plain picklable data; only the transport that made it can read it."""
+
+
+class Transport(ABC):
+    """One end of the way that weights travel."""
+
+    api: ClassVar[int] = 1
+    name: ClassVar[str] = ""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of the transport."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options if options is not None else type(self).Options()
+
+    def fresh(self) -> Transport:
+        """A new end with the same options, for one lane."""
+        return type(self)(self.options)
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> tuple[Region, Handle]:
+        """Memory for one slot, and the handle under which lanes pull from it. Raises WeightSyncError when there is none."""
+
+    def register(self, region: Region) -> None:  # noqa: B027  (most transports need nothing)
+        """Prepare a lane's staging for pulls; called once for each region before the first."""
+
+    @abstractmethod
+    def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
+        """Copy the pieces of one bucket from the slot to `into`. Blocks; runs in a thread; at most `bucket_bytes`.
+
+        Raises WeightSyncError when the slot or its owner is gone.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything this end holds, the slots it allocated included; ends running pulls if it can. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A publication in the staging memory of one lane, every bucket verified: what `Engine.apply` takes.
+
+    `digests` are those of the publication, one for each bucket of the plan.
+    """
+
+    version: int
+    epoch: int
+    plan: BucketPlan
+    digests: tuple[str, ...]
+    region: Region
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and views on the staging memory, in plan order. Copy them: the next update overwrites it."""
+        return views(self.plan, self.region.buffer)
+
+
+def views(plan: BucketPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of `plan` as views on `buffer` (uint8 `[nbytes]`, laid out as the plan says)."""
+    for spec, offset in zip(plan.parameters, plan.offsets, strict=True):
+        data = buffer[offset : offset + spec.nbytes]
+        yield spec.name, data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def copy_pieces(source: torch.Tensor, pieces: Sequence[Piece], into: torch.Tensor) -> None:
+    """Copy pieces between two uint8 buffers of this process; pieces that are neighbours on both sides go as one."""
+    for begin, target, nbytes in _runs(pieces):
+        into[target : target + nbytes].copy_(source[begin : begin + nbytes])
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
+    run: tuple[int, int, int] | None = None
+    for piece in pieces:
+        if run and piece.source == run[0] + run[2] and piece.target == run[1] + run[2]:
+            run = (run[0], run[1], run[2] + piece.nbytes)
+            continue
+        if run:
+            yield run
+        run = (piece.source, piece.target, piece.nbytes)
+    if run:
+        yield run

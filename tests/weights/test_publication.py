@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.errors import WeightSyncError
+from posttrain.weights.inproc import InprocTransport
+from posttrain.weights.publication import PublicationPool, bucket_digest
+from posttrain.weights.transport import views
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((3, 4), value)), ("b", torch.full((5,), value, dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def pool():
+    pool = PublicationPool(InprocTransport(), bucket_bytes=32)
+    pool.plan_for(weights(0.0))
+    yield pool
+    pool.close()
+
+
+def contents(pool: PublicationPool, publication) -> dict[str, torch.Tensor]:
+    slot = next(s for s in pool._slots if s.publication == publication)
+    return dict(views(publication.plan, slot.region.buffer))
+
+
+def test_a_publication_is_a_snapshot(pool):
+    source = weights(1.0)
+    publication = pool.publish(1, source)
+    source[0][1].fill_(9.0)
+    assert (contents(pool, publication)["a"] == 1.0).all()
+    assert (contents(pool, publication)["b"] == 1.0).all()
+
+
+def test_digests_change_with_a_single_bit(pool):
+    first = pool.publish(1, weights(1.0))
+    changed = weights(1.0)
+    changed[0][1][2, 3] = 1.0000001
+    second = pool.publish(2, changed)
+    assert sum(x != y for x, y in zip(first.digests, second.digests, strict=True)) == 1
+    assert len(first.digests) == len(first.plan.buckets)
+
+
+def test_held_publications_stay_as_they_are_and_a_third_is_refused(pool):
+    first = pool.publish(1, weights(1.0))
+    pool.hold(1)
+    second = pool.publish(2, weights(2.0))
+    pool.hold(2)
+    with pytest.raises(WeightSyncError, match=r"\[1, 2\] are both still being pulled"):
+        pool.publish(3, weights(3.0))
+    assert (contents(pool, first)["a"] == 1.0).all() and (contents(pool, second)["a"] == 2.0).all()
+    pool.release(1)
+    pool.publish(3, weights(3.0))
+    assert (contents(pool, second)["a"] == 2.0).all()
+
+
+def test_a_third_publication_replaces_the_older_unpulled_one(pool):
+    pool.publish(1, weights(1.0))
+    pool.publish(2, weights(2.0))
+    pool.publish(3, weights(3.0))
+    with pytest.raises(WeightSyncError, match="publication 1 is not in the pool"):
+        pool.hold(1)
+    pool.hold(2)
+
+
+def test_one_slot_is_enough_when_each_is_pulled_before_the_next(pool):
+    for version in range(1, 6):
+        pool.publish(version, weights(float(version)))
+        pool.hold(version)
+        pool.release(version)
+    assert len(pool._slots) == 1
+
+
+def test_versions_advance(pool):
+    pool.publish(4, weights(1.0))
+    for version in (4, 3):
+        with pytest.raises(WeightSyncError, match="does not advance past 4"):
+            pool.publish(version, weights(1.0))
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        ([("a", torch.zeros(3, 4))], "published nothing"),
+        ([("a", torch.zeros(4, 3)), ("b", torch.zeros(5, dtype=torch.bfloat16))], r"a \[4, 3\]"),
+        ([("a", torch.zeros(3, 4)), ("b", torch.zeros(5))], "float32, the plan has b"),
+        ([*weights(0.0), ("c", torch.zeros(1))], "published c"),
+    ],
+)
+def test_a_stream_that_is_not_the_plan_is_refused(pool, stream, words):
+    with pytest.raises(WeightSyncError, match=words):
+        pool.publish(1, stream)
+
+
+def test_a_failed_publish_is_not_advertised(pool):
+    with pytest.raises(WeightSyncError):
+        pool.publish(1, [("a", torch.zeros(3, 4))])
+    with pytest.raises(WeightSyncError, match="publication 1 is not in the pool"):
+        pool.hold(1)
+
+
+def test_bucket_digest_reads_only_its_ranges():
+    buffer = torch.arange(32, dtype=torch.uint8)
+    before = bucket_digest(buffer, [(0, 8), (16, 8)])
+    buffer[10] = 200
+    assert bucket_digest(buffer, [(0, 8), (16, 8)]) == before
+    buffer[17] = 200
+    assert bucket_digest(buffer, [(0, 8), (16, 8)]) != before
