@@ -143,6 +143,24 @@ def test_engine_options_are_checked_without_starting_the_engine() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Engine:\n    api = 2\n", "engine 'mine' (engines 1.0) is written for api 2, this posttrain speaks 1"),
+        (
+            "import not_there\nclass Engine: pass\n",
+            "engine 'mine' (engines 1.0) is installed but needs 'not_there', which is missing",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_work_ends_in_the_check(fake_distribution, text, message) -> None:
+    fake_distribution("engines", points={"posttrain.engines": {"mine": "cfg_engines:Engine"}}, files={"cfg_engines.py": text})
+    sys.modules.pop("cfg_engines", None)
+    with pytest.raises(PluginError) as caught:
+        load_config([TOY, "rollout.engine=mine"])
+    assert caught.value.message == message
+
+
 def test_one_plugin_problem_alone_is_raised_as_itself() -> None:
     with pytest.raises(PluginError, match="did you mean 'toy'") as caught:
         load_config([TOY, "environments=[{name: toyy}]"])

@@ -16,6 +16,7 @@ from posttrain.config.schema import MISSING, EnvironmentConfig, Plugin, RunConfi
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
 from posttrain.errors import ConfigError, PosttrainError
 from posttrain.plugins.build import option_fields
+from posttrain.plugins.kinds import SUPPORTED_APIS
 from posttrain.plugins.resolution import find, resolve
 
 if TYPE_CHECKING:
@@ -105,9 +106,9 @@ class PluginCheck:
     def fields(self, kind: str, name: str) -> list[Field]:
         """The option fields of a plug-in: from its class, or from its source where that says it all. Raises PluginError."""
         info = find(kind, name)
-        if kind not in _IMPORTED and info is not None:
+        if kind not in _IMPORTED and info is not None and info.card.api in SUPPORTED_APIS and not info.card.missing:
             fields = option_fields(info.card)
-            if fields is not None or info.card.missing or kind == "datapackers":
+            if fields is not None or kind == "datapackers":
                 return fields or []
         cls = resolve(kind, name)
         options = getattr(cls, "Options", None)
