@@ -204,6 +204,14 @@ CATALOGUE: dict[str, Entry] = {
         "give the run a shared --run prefix, or a dataset with at least {world} items",
         f"{_TROUBLE}#wrong-or-missing-files-at-runtime",
     ),
+    "E8": Entry(
+        RunAborted,
+        "π_old ahead-pass determinism probe failed: the log-prob of {share} of {tokens} tokens moved, by up to {gap} nats, between "
+        "two forwards at unchanged weights; the forward routing was {routing}",
+        "{cause}, so the recorded old log-probs do not describe the update's forward",
+        "{fix}",
+        f"{_TROUBLE}#the-ahead-pass-is-not-deterministic",
+    ),
     "E9": Entry(
         PackerError,
         "Unable to import DataPacker factory '{path}'",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from posttrain.config.schema import ModelConfig, OptimizerConfig, RLConfig, RolloutConfig, RunConfig
+from posttrain.objective.objective import build_objective
+from posttrain.policy import policy as policy_file
+from posttrain.policy.policy import Policy
 from posttrain.policy.rows import Row
 
 
@@ -35,8 +40,13 @@ def make_model(kind: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, 
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
     for parameter in model.parameters():  # norms and biases too, so that nothing is trivially one or zero
         parameter.data += 0.1 * torch.randn(parameter.shape, dtype=dtype)
+    return widen_norms(model)
+
+
+def widen_norms(model: Any) -> Any:
+    """transformers computes norms in float32, whatever the dtype; the tolerances of these tests need float64."""
     for norm in model.modules():
-        if type(norm).__name__.endswith("RMSNorm"):  # transformers computes norms in float32, whatever the dtype
+        if type(norm).__name__.endswith("RMSNorm"):
             norm.forward = types.MethodType(_wide_norm, norm)
     return model
 
@@ -76,3 +86,31 @@ def tiny() -> Any:
 @pytest.fixture
 def rows_of_groups() -> Any:
     return make_rows
+
+
+@pytest.fixture
+def make_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Policy over a tiny model that it loads from a folder; `rl` and `rollout` are changes to the defaults."""
+
+    load = policy_file.load_causal_lm
+    monkeypatch.setattr(policy_file, "load_causal_lm", lambda *args, **options: widen_norms(load(*args, **options)))
+
+    def build(
+        objective: str = "grpo", *, model: Any = None, rl: dict[str, Any] | None = None, temperature: float = 1.0, **options: Any
+    ) -> Policy:
+        dtype = (rl or {}).get("master_dtype", "float64")
+        folder = tmp_path / "model"
+        if not folder.exists():
+            (make_model("Llama") if model is None else model).to(getattr(torch, dtype)).save_pretrained(folder)
+        changes = {
+            "steps": 4, "group_size": 4, "batch_per_replica": 16, "master_dtype": dtype, "param_dtype": dtype,
+            "optimizer": OptimizerConfig(lr=1e-2, impl="forloop"),
+        } | (rl or {})  # fmt: skip
+        config = RunConfig(
+            model=ModelConfig(name_or_path=str(folder)), rl=RLConfig(**changes), rollout=RolloutConfig(temperature=temperature)
+        )
+        n_mini = config.rl.batch_per_replica // (config.rl.mini_batch_per_replica or config.rl.batch_per_replica)
+        built = build_objective(objective, group_size=config.rl.group_size, n_mini=n_mini, temperature=temperature, **options)
+        return Policy(config, str(folder), built)
+
+    return build

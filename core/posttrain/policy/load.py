@@ -1,0 +1,91 @@
+"""Loading a Hugging Face causal LM, with failures told apart: absent, gated, unknown architecture, damaged, other version."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from posttrain.data.hub import model_config
+from posttrain.errors import ConfigError, EngineStartError
+
+WHERE = "model.name_or_path"
+log = logging.getLogger("posttrain.policy")
+
+
+def load_causal_lm(
+    path: str, dtype: str | torch.dtype, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
+) -> Any:
+    """The model of a Hugging Face folder or name, stored in `dtype`, in evaluation mode, with every weight from the files.
+
+    Raises EngineStartError, its code saying which: `model-absent`, `model-gated`, `architecture`, `model-version`,
+    `weights-absent`, `weights-damaged`; and ConfigError for an attention implementation that is not there.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(path)  # says clearly when there is no model at all
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=wanted, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except Exception as exc:
+        raise _explain(path, config, exc) from exc
+    _refuse_incomplete(path, report)
+    return model.eval()
+
+
+def _refuse_incomplete(path: str, report: Any) -> None:
+    """transformers fills what it does not find with random numbers; a policy must not start from those."""
+    wrong = sorted(name for name, *_ in report["mismatched_keys"])
+    missing = sorted(set(report["missing_keys"]) - set(wrong))
+    if missing or wrong:
+        problems = [
+            f"{verb} {len(names)} parameter(s) ({', '.join(names[:3])})"
+            for verb, names in (("lack", missing), ("have other shapes for", wrong)) if names
+        ]  # fmt: skip
+        raise EngineStartError(
+            f"the weights of {path!r} {' and '.join(problems)}",
+            cause="the files hold another model than config.json describes, or a part of it",
+            fix="fetch or convert the model again",
+            where=WHERE, code="weights-damaged",
+        )  # fmt: skip
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning("%s holds %d tensor(s) that the model does not use: %s", path, len(unused), ", ".join(unused[:3]))
+
+
+def _explain(path: str, config: dict[str, Any], exc: Exception) -> Exception:
+    import transformers
+
+    text, name = str(exc), f"the model {path!r}"
+    cause = text.strip().splitlines()[0] if text.strip() else type(exc).__name__
+    here, made_with = transformers.__version__, str(config.get("transformers_version") or "")
+
+    def start_error(message: str, code: str, fix: str, cause: str = cause) -> EngineStartError:
+        return EngineStartError(message, cause=cause, fix=fix, where=WHERE, code=code)
+
+    if any(sign in text.lower() for sign in ("gated repo", "401 client", "403 client", "restricted")):
+        fix = "accept its licence on its page and set HF_TOKEN to a token that may read it"
+        return start_error(f"{name} is gated or private", "model-gated", fix)
+    if "does not appear to have a file named" in text or "no file named" in text.lower():
+        return start_error(f"{name} has no weights", "weights-absent", "fetch the *.safetensors files into the model folder")
+    if "trust_remote_code" in text:
+        return ConfigError(f"{name} brings its own code", cause=cause, fix="read it, then set model.trust_remote_code=true")
+    if "attn_implementation" in text or "does not support an attention" in text:
+        return ConfigError(f"{name} cannot run with this attention", cause=cause, fix="set model.attn_implementation=eager")
+    if isinstance(exc, ImportError):
+        return start_error(f"{name} needs a package that is not installed", "architecture", "install the package named above")
+    newer = made_with and _numbers(made_with) > _numbers(here)
+    if newer:
+        cause = f"it was written by transformers {made_with}; this is {here}. {cause}"
+        return start_error(f"{name} needs a newer transformers", "model-version", f"install transformers>={made_with}", cause)
+    if "does not recognize this architecture" in text or "Unrecognized configuration class" in text:
+        message = f"transformers {here} has no causal LM of model_type={config.get('model_type')!r}"
+        return start_error(message, "architecture", "use a causal LM that it knows; a newer transformers may know this one")
+    return start_error(f"{name} could not be loaded", "weights-damaged", "fetch or convert the model again")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

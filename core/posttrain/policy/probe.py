@@ -1,0 +1,95 @@
+"""Probes that refuse a policy whose log-probs would be wrong, before anything trains on them."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ConfigError, PosttrainError, error
+from posttrain.policy.module import PolicyModule
+from posttrain.policy.rows import Row
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.5}
+"""Largest accepted difference in nats, by the body's dtype; a leak across rows moves log-probs by far more."""
+
+
+def check_forward(module: PolicyModule) -> None:
+    """Compare the module's log-probs of one random batch with a plain forward of its model per row.
+
+    Catches what a family of models may do in its own way: positions, masks, a scaled or capped head, a layer that mixes
+    tokens of different rows. Raises ConfigError with the largest difference.
+    """
+    rows = probe_rows(module.model.config.get_text_config())
+    with torch.no_grad():
+        got, _ = module(module.pack(rows))
+        wanted = torch.cat([plain_logprobs(module, row) for row in rows])
+    gap = float((got - wanted).abs().max())
+    limit = TOLERANCE[module.compute_dtype or next(module.parameters()).dtype]
+    if gap <= limit:
+        return
+    family = module.model.config.model_type
+    raise ConfigError(
+        f"the policy computes other log-probs than model_type={family!r} itself: largest difference {gap:.3g} nats",
+        cause="the model's body, positions or head do something that this layout of rows does not reproduce",
+        fix="set rl.shared_prefix=false" if module.shared_prefix else "this family of models cannot be trained here yet",
+        where="rl.shared_prefix" if module.shared_prefix else "model.name_or_path",
+    )
+
+
+def probe_rows(config: Any) -> list[Row]:
+    """Two groups and a row alone, of different lengths; longer than the sliding window where that is short."""
+    draw = random.Random(0)
+    window = getattr(config, "sliding_window", None) or 0
+    length = window + 4 if window < 256 else 12
+
+    def row(prompt: list[int], extra: int) -> Row:
+        completion = [draw.randrange(config.vocab_size) for _ in range(extra)]
+        mask = [False] * len(prompt) + [True] * extra
+        return Row(input_ids=prompt + completion, mask=mask, rollout_logprobs=[0.0] * len(mask), prefix=len(prompt))
+
+    prompts = [[draw.randrange(config.vocab_size) for _ in range(size)] for size in (5, length, 3)]
+    plan = ((0, 6), (1, length), (0, 1), (1, 3), (2, length))
+    return [row(prompts[prompt], extra) for prompt, extra in plan]
+
+
+def plain_logprobs(module: PolicyModule, row: Row) -> Tensor:
+    """The row's log-probs by the Hugging Face model alone: one forward, its own logits, its own attention."""
+    config = module.model.config
+    installed = config._attn_implementation
+    if module.shared_prefix:
+        module.model.set_attn_implementation("sdpa" if module.model._supports_sdpa else "eager")
+    try:
+        with torch.autocast(module.device.type, module.compute_dtype, enabled=module.compute_dtype is not None):
+            output = module.model(input_ids=torch.tensor([row.input_ids], device=module.device), use_cache=False)
+    finally:
+        if module.shared_prefix:
+            module.model.set_attn_implementation(installed)
+    logits = output.logits[0].to(torch.promote_types(output.logits.dtype, torch.float32)) / module.temperature
+    table = torch.log_softmax(logits, -1)
+    return torch.stack([table[position - 1, row.input_ids[position]] for position in row.trained])
+
+
+def not_deterministic(model: Any, recorded: Tensor, current: Tensor) -> PosttrainError | None:
+    """E8 when a forward of the update moved at unchanged weights; None when every log-prob is the recorded one."""
+    moved = int((recorded != current).sum())
+    if not moved:
+        return None
+    config = model.config.get_text_config()
+    experts = max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    routed = experts > 1
+    gap = float((recorded - current).abs().max())
+    return error(
+        "E8",
+        share=f"{moved / len(recorded):.1%}",
+        tokens=len(recorded),
+        gap=f"{gap:.3g}" if math.isfinite(gap) else gap,
+        routing="NATURAL" if routed else "PINNED",
+        cause="the router's top-k over near-tied scores flips with kernel jitter" if routed else "a layer is stochastic",
+        fix="set rl.routing_replay=rollout, or unset rl.mini_batch_per_replica (one optimizer step needs no ahead pass)"
+        if routed
+        else "find the layer (dropout, noise) and switch it off, or unset rl.mini_batch_per_replica",
+    )
