@@ -70,3 +70,12 @@ def test_text_for_logs() -> None:
 def test_a_secret_is_text_that_travels() -> None:
     secret = pickle.loads(pickle.dumps(Secret("tok-123")))
     assert secret == "tok-123" and repr(secret) == "'***'" and "tok-123" not in repr({"a": [secret]})
+
+
+def test_case_ops_3_the_token_is_not_in_the_recorded_command(monkeypatch) -> None:
+    import sys
+
+    from posttrain.tracking.provenance import provenance
+
+    monkeypatch.setattr(sys, "argv", ["posttrain", "train", "model.name_or_path=tok-123"])
+    assert provenance()["command"][-1] == "model.name_or_path=${oc.env:HF_TOKEN}" and "tok-123" not in str(provenance())

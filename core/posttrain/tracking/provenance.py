@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.config.secrets import conceal_text
 from posttrain.tracking.files import write_text
 
 LIBRARIES = (
@@ -37,7 +38,7 @@ def provenance(*, tags: Mapping[str, str] | None = None, threads: int | None = N
     """One entry: everything that a reader needs to set up the same again."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": list(sys.argv),
+        "command": [conceal_text(argument) for argument in sys.argv],
         "python": platform.python_version(),
         "libraries": _versions(),
         "plugins": _plugins(),
