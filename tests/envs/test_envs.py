@@ -21,7 +21,8 @@ from posttrain_envs.arithmetic import Arithmetic
 def test_arithmetic_splits_share_no_problem_and_answers_are_right(
     operations: set[str], digits: int, size: int, test_size: int, seed: int
 ) -> None:
-    env = Arithmetic(Arithmetic.Options(tuple(sorted(operations)), digits, size, test_size, seed))
+    options = {"operations": tuple(sorted(operations)), "digits": digits, "size": size, "test_size": test_size, "seed": seed}
+    env = Arithmetic(Arithmetic.Options(**options))
     train, test = list(env.dataset("train")), list(env.dataset("test"))
     assert not {r["id"] for r in train} & {r["id"] for r in test} and len({r["id"] for r in train}) == len(train) <= size
     for row in (train + test)[:20]:
@@ -29,6 +30,12 @@ def test_arithmetic_splits_share_no_problem_and_answers_are_right(
         assert env.compute_reward(episode(env, row, f" {row['answer']}\n")).total == 1.0
         assert env.compute_reward(episode(env, row, row["answer"] + "0")).total == 0.0
     assert list(Arithmetic(env.options).dataset("train")) == train
+
+
+def test_arithmetic_largest_bounds_the_operands() -> None:
+    env = Arithmetic(Arithmetic.Options(largest=4))
+    rows = [*env.dataset("train"), *env.dataset("test")]
+    assert {int(n) for r in rows for n in r["problem"].split("+")} == {0, 1, 2, 3, 4} and len(rows) == 25
 
 
 def test_arithmetic_parts_and_styles() -> None:
@@ -40,7 +47,7 @@ def test_arithmetic_parts_and_styles() -> None:
     assert env.compute_reward(episode(env, row, "-99")).parts == {"format": 1.0}
 
 
-@pytest.mark.parametrize("options", [{"operations": ["/"]}, {"operations": []}, {"digits": 0}, {"size": 0}, {"sizes": 3}])
+@pytest.mark.parametrize("options", [{"operations": ["/"]}, {"operations": []}, {"digits": 0}, {"size": 0}, {"largest": 0}, {"sizes": 3}])
 def test_arithmetic_refuses_bad_options(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         plugins.load("envs", "arithmetic", **options)

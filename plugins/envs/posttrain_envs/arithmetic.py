@@ -22,12 +22,13 @@ class Arithmetic(Environment):
 
     api: ClassVar[int] = 1
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Options:
         """What is asked, and how many problems of it."""
 
         operations: tuple[str, ...] = ("+",)  # any of + - *
         digits: int = 2  # operands are 0 … 10^digits - 1
+        largest: int | None = None  # operands are 0 … largest instead
         size: int = 10_000  # problems of the train split, at most what is left after the test split
         test_size: int = 256  # problems of the test split, at most a fifth of all
         seed: int = 0  # which problems, in which order
@@ -39,13 +40,20 @@ class Arithmetic(Environment):
                 raise ValueError(f"operations={self.operations!r}: choose from {', '.join(_OPERATIONS)}")
             if not 1 <= self.digits <= 6:
                 raise ValueError(f"digits={self.digits} must be 1 to 6")
+            if self.largest is not None and self.largest < 1:
+                raise ValueError(f"largest={self.largest} must be at least 1")
             if self.size < 1 or self.test_size < 1:
                 raise ValueError(f"size={self.size} and test_size={self.test_size} must be at least 1")
+
+        @property
+        def operands(self) -> int:
+            """How many values an operand takes."""
+            return 10**self.digits if self.largest is None else self.largest + 1
 
     def dataset(self, split: Split) -> Rows:
         """Rows `{"id", "problem", "answer"}`; the id names the problem, so it is the same under every size."""
         o = self.options
-        everything = len(o.operations) * 100**o.digits
+        everything = len(o.operations) * o.operands**2
         test = min(o.test_size, everything // 5)
         train = min(o.size, everything - test)
         numbers = random.Random(o.seed).sample(range(everything), test + train)
@@ -65,7 +73,7 @@ class Arithmetic(Environment):
         return Reward(float(given == state.task["answer"]), {"format": float(number)}, {"answer": state.task["answer"]})
 
     def _row(self, number: int) -> dict[str, Any]:
-        base = 10**self.options.digits
+        base = self.options.operands
         number, b = divmod(number, base)
         kind, a = divmod(number, base)
         operation = self.options.operations[kind]

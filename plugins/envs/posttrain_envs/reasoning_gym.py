@@ -30,7 +30,7 @@ class ReasoningGym(Environment):
 
     api: ClassVar[int] = 1
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Options:
         """Which task, how it is asked, and where the answer is in the completion."""
 

@@ -1,0 +1,19 @@
+"""The built-in packer keeps the contract of DataPackers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.data.packer import DataPacker
+from posttrain.testing import DataPackerContract
+from posttrain.testing.tiny_model import write_tiny_model
+from posttrain_datapackers.decoder_only import DecoderOnlyPacker
+
+
+class TestDecoderOnly(DataPackerContract):
+    @pytest.fixture
+    def packer(self, tmp_path: Path) -> DataPacker:
+        write_tiny_model(tmp_path)
+        return DecoderOnlyPacker().setup(str(tmp_path))

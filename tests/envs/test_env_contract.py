@@ -1,0 +1,22 @@
+"""The built-in environments keep the contract of environments."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.data.environment import Environment
+from posttrain.testing import EnvContract
+from posttrain_envs.arithmetic import Arithmetic
+
+
+class TestArithmetic(EnvContract):
+    @pytest.fixture
+    def env(self) -> Environment:
+        return Arithmetic(Arithmetic.Options(operations=("+", "-", "*"), size=500, test_size=50))
+
+
+class TestReasoningGym(EnvContract):
+    @pytest.fixture
+    def env(self) -> Environment:
+        module = pytest.importorskip("posttrain_envs.reasoning_gym")
+        return module.ReasoningGym(module.ReasoningGym.Options(task="basic_arithmetic", size=40, test_size=20))
