@@ -35,6 +35,7 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     from posttrain.policy.optimizer import check_optimizer
     from posttrain.policy.policy import Policy
     from posttrain.rollout.scoring import Scorer
+    from posttrain.weights.canary import Canary, make_probe
     from posttrain.weights.plane import WeightPlane
 
     objective = build_run_objective(config)
@@ -47,8 +48,19 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     tracker.decode = packer.decode
     policy = Policy(config, path, objective)
     engine = build_engine(config, path, run_dir)
-    plane = WeightPlane(engine, build_transport(config), config.weights, lambda: policy.named_weights(config.rollout.dtype))
-    scorer = Scorer(environments, timeout_s=config.rollout.reward_timeout_s, workers=config.rollout.reward_workers)
+    plane = WeightPlane(
+        engine,
+        build_transport(config),
+        config.weights,
+        lambda: policy.named_weights(config.rollout.dtype),
+        canary=Canary(policy.score, make_probe(policy.vocab_size), config.weights, dtype=config.rollout.dtype),
+    )
+    scorer = Scorer(
+        environments,
+        timeout_s=config.rollout.reward_timeout_s,
+        workers=config.rollout.reward_workers,
+        log_path=run_dir.logs / "rewards.log",
+    )
     rollouts = Rollouts(engine, packer, environments, scorer, config.rollout.max_model_len, config.seed)
     ledger = Ledger(run_dir.path / "ledger.jsonl")
     return Parts(
@@ -94,10 +106,10 @@ def build_packer(config: RunConfig, path: str) -> DataPacker:
     """The packer that `rl.data.packer` names, else the one of the model's type; set up for the model."""
     from posttrain.data.packer import init_data_packer, load_packer
 
-    options = {"chat_template": config.model.chat_template, "trust_remote_code": config.model.trust_remote_code}
+    template, remote = config.model.chat_template, config.model.trust_remote_code
     if config.rl.data.packer is None:
-        return init_data_packer(path, **options)
-    return load_packer(config.rl.data.packer).setup(path, **options)
+        return init_data_packer(path, chat_template=template, trust_remote_code=remote)
+    return load_packer(config.rl.data.packer).setup(path, chat_template=template, trust_remote_code=remote)
 
 
 def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:

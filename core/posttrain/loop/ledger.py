@@ -86,7 +86,8 @@ class Ledger:
         if self.path is None or not self.path.exists():
             return
         lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        kept, late = [], []
+        kept: list[str] = []
+        late: list[str] = []
         for line in lines:
             try:
                 (kept if json.loads(line)["step"] <= step else late).append(line)

@@ -46,7 +46,8 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Lines that explain the allowed changes. Raises ConfigError naming every change that is not allowed, all at once."""
-    notes, refused = [], []
+    notes: list[str] = []
+    refused: list[str] = []
     for key, was, now in changed_keys(old, new):
         allowed = any(key == rule or (rule.endswith(".") and key.startswith(rule)) for rule in MAY_CHANGE)
         (notes if allowed else refused).append(f"{key}: {was!r} → {now!r}")

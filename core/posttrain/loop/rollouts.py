@@ -63,7 +63,7 @@ class Rollouts:
     def _prompt(self, draw: Draw) -> dict[str, Any]:
         """The engine's input for a draw, with the messages it was made of (none when the environment gives ids or text)."""
         prompt = self.environments[draw.env].format_prompt(draw.task)
-        messages: list[Message] = [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc]
+        messages: list[Message] = [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc, arg-type]
         item = dict(self.packer.get_rollout_input(prompt))
         room = self.max_model_len - len(item["prompt_ids"])
         if room < 1:

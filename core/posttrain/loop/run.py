@@ -42,6 +42,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
     """
     config = loaded.config
     threads = set_threads(config.grid.threads)
+    quiet_libraries()
     found = None
     if resume is not None:
         path, found = checkpoint.locate(Path(resume).expanduser().absolute())
@@ -77,6 +78,7 @@ async def _run(config: RunConfig, directory: RunDir, tracker: Tracker, found: ch
         if found is not None:
             tracker.note(f"resumed from {found.path} after step {found.step}")
         await parts.engine.start()
+        await parts.scorer.start()
         ended: LoopState = await Controller(parts, state).run()
         return ended.step - (found.step if found else 0)
     finally:
@@ -103,6 +105,13 @@ def set_threads(threads: int) -> int:
     count = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
     return count
+
+
+def quiet_libraries() -> None:
+    """Progress bars of the libraries would tear the display; what matters of them is in the run's own lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _cut(directory: RunDir, step: int) -> None:

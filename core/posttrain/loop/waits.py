@@ -51,7 +51,7 @@ class Waits:
 
 async def run_together(*loops: Coroutine[Any, Any, None]) -> None:
     """Run all; the first exception cancels the rest and is raised itself, not inside a group."""
-    tasks = [asyncio.create_task(loop, name=loop.__qualname__) for loop in loops]
+    tasks = [asyncio.create_task(loop, name=getattr(loop, "__qualname__", "loop")) for loop in loops]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failed = next((t for t in done if not t.cancelled() and t.exception()), None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,11 @@ class Policy:
         self.optimizer = build_optimizer(self.rl, self.module.parameters())
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding."""
+        return int(self.module.model.get_input_embeddings().num_embeddings)
+
+    @property
     def n_mini(self) -> int:
         """Optimizer steps per batch step."""
         return self.rl.batch_per_replica // (self.rl.mini_batch_per_replica or self.rl.batch_per_replica)
@@ -96,6 +101,17 @@ class Policy:
             for index, value in zip(part, values, strict=True):
                 found[index] = value.tolist()
         return found
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs at temperature 1 of each token given those before it, from the second on: what a canary compares."""
+        rows = [
+            Row(input_ids=list(ids), mask=[False] + [True] * (len(ids) - 1), rollout_logprobs=[0.0] * len(ids)) for ids in sequences
+        ]
+        sampling, self.module.temperature = self.module.temperature, 1.0
+        try:
+            return self.logprobs(rows)
+        finally:
+            self.module.temperature = sampling
 
     def named_weights(self, dtype: str | torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, in `dtype`, tied ones once. Not copied where the dtype is the same."""
