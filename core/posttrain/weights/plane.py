@@ -122,17 +122,20 @@ class WeightPlane:
             self.receivers.pop(index).close()
 
     async def _expected_of_canary(self) -> list[list[float]] | None:
-        """The trainer's log-probs of the probe at the weights just published, when a canary is due after this commit."""
+        """The trainer's log-probs of the probe at the weights just published, when a canary is due after this commit.
+
+        It is due for every engine that no canary has proved since it was started, and every `weights.canary_every` commits.
+        """
         every = self.config.canary_every
-        if self._canary is None or (self._commits > 0 and (every == 0 or self._commits % every)):
-            return None
-        return await asyncio.to_thread(self._canary.expect)
+        due = not all(r.proved for r in self.receivers) or (every > 0 and self._commits % every == 0)
+        return await asyncio.to_thread(self._canary.expect) if self._canary is not None and due else None
 
     async def _check_canary(self, expected: list[list[float]], metrics: dict[str, float]) -> None:
         assert self._canary is not None
         for receiver in self.receivers:
             try:
                 metrics |= await self._canary.check(receiver.engine, expected)
+                receiver.proved = True
             except WeightSyncError as exc:
                 receiver.engine.invalidate(exc.message)
                 raise

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 class Receiver:
-    """`lane` says what may happen, this does it."""
+    """`lane` says what may happen, this does it. `proved`: a canary agreed with this engine since it was started."""
 
     def __init__(self, engine: Engine, transport: Transport, *, name: str = "rollout-0", compare_bytes: bool = False) -> None:
         self.engine, self.lane = engine, Lane(name)
+        self.proved = False
         self._compare = compare_bytes
         self._transport = transport.fresh()
         self._staging: Region | None = None
@@ -101,6 +102,7 @@ class Receiver:
         self._drop_transport()
         await self.engine.start()
         self.lane.rebuild()
+        self.proved = False
 
     def close(self) -> None:
         self._transport.close()
