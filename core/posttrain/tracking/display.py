@@ -98,7 +98,7 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays on the screen, above the panel."""
         if self.mode != "none":
-            self.console.print(Text(text))
+            self.console.print(Text(text), soft_wrap=True)
 
     def step(self, step: int, metrics: Mapping[str, Any], sample: Sample | None = None) -> None:
         self.progress.advance(step, metrics, sample)

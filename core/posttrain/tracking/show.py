@@ -37,7 +37,7 @@ def show(run: str | Path, step: int | None = None, *, groups: int = 3, samples: 
         out.print(_group_panel(members, samples))
     left = len(by_group) - groups
     if left > 0:
-        out.print(Text(f"{left} more groups in {folder / 'rollouts'}", style="dim"))
+        out.print(Text(f"{left} more group(s) in {folder / 'rollouts'}", style="dim"))
 
 
 def _headline(folder: Path, step: int | None, rows: Sequence[Row]) -> str:
@@ -61,7 +61,7 @@ def _group_panel(rows: Sequence[Row], samples: int) -> Panel:
     chosen = ranked if len(ranked) <= samples else [*ranked[:best], *ranked[len(ranked) - samples + best :]]
     parts = [Text(printable(_prompt(rows[0])), style="cyan")]
     for row in chosen:
-        parts += [Text(_caption(row), style="bold" if row["advantage"] > 0 else "dim"), Text(printable(_completion(row)))]
+        parts += [Text(f"▸ {_caption(row)}", style="bold" if row["advantage"] > 0 else "dim"), Text(printable(_completion(row)))]
     title = f"{rows[0]['env']} {rows[0]['group_id']} · {len(rows)} answers"
     return Panel(Group(*parts), title=Text(title), title_align="left")
 

@@ -12,6 +12,7 @@ The context manager starts it and, at the end, also after an exception, puts the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -61,8 +62,9 @@ class Tracker:
         self.display.start()
 
     def note(self, text: str) -> None:
-        """Say one line now, and keep it in the events."""
+        """Say one line now, and keep it in the events and in the log."""
         self.events.instant("loop", "note", text=text)
+        logging.getLogger("posttrain.loop").info("%s", text)
         self.display.note(text)
 
     def span(self, role: str, name: str, **args: Any) -> AbstractContextManager[dict[str, Any]]:
