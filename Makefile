@@ -38,7 +38,7 @@ integration: setup
 	$(BIN)/pytest tests/integration
 
 bench: setup
-	$(BIN)/python tests/benchmarks/run.py
+	@for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: setup
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
