@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -86,3 +87,26 @@ def test_make_names_what_the_readme_and_ci_say() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for target in re.findall(r"make (\w+)", readme):
         dry(target)
+
+
+def commands() -> list[str]:
+    """The `posttrain train` lines of all pages that start a new run."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    shell = [b for p in pages for b in re.findall(r"^```bash\n(.*?)^```", p.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)]
+    lines = "".join(shell).replace("\\\n", " ").splitlines()
+    plain = {re.sub(r" +", " ", line.partition("  #")[0].strip()) for line in lines if line.startswith("posttrain train")}
+    return sorted(line for line in plain if "--resume" not in line)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_commands_of_the_docs_are_accepted(
+    command: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from posttrain.cli.main import main
+
+    install("envs", blocks("docs/howto/custom-reward.md")[0])
+    install("packers", blocks("docs/howto/custom-datapacker.md")[0])
+    install("data", blocks("docs/howto/custom-data.md")[0])
+    (tmp_path / "my.yaml").write_text("{rl: {steps: 1, objective: {name: grpo}}, model: {name_or_path: m}, environments: [{name: arithmetic}]}")
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(command)[1:], "--cfg", "job"]) == 0, capsys.readouterr().err
