@@ -47,7 +47,10 @@ def test_arithmetic_parts_and_styles() -> None:
     assert env.compute_reward(episode(env, row, "-99")).parts == {"format": 1.0}
 
 
-@pytest.mark.parametrize("options", [{"operations": ["/"]}, {"operations": []}, {"digits": 0}, {"size": 0}, {"largest": 0}, {"sizes": 3}])
+BAD_OPTIONS = ({"operations": ["/"]}, {"operations": []}, {"digits": 0}, {"size": 0}, {"largest": 0}, {"sizes": 3})
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS)
 def test_arithmetic_refuses_bad_options(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         plugins.load("envs", "arithmetic", **options)
