@@ -107,6 +107,8 @@ def test_the_commands_of_the_docs_are_accepted(
     install("envs", blocks("docs/howto/custom-reward.md")[0])
     install("packers", blocks("docs/howto/custom-datapacker.md")[0])
     install("data", blocks("docs/howto/custom-data.md")[0])
-    (tmp_path / "my.yaml").write_text("{rl: {steps: 1, objective: {name: grpo}}, model: {name_or_path: m}, environments: [{name: arithmetic}]}")
+    rl = {"steps": 1, "objective": {"name": "grpo"}}
+    least = {"rl": rl, "model": {"name_or_path": "m"}, "environments": [{"name": "arithmetic"}]}
+    (tmp_path / "my.yaml").write_text(json.dumps(least))
     monkeypatch.chdir(tmp_path)
     assert main([*shlex.split(command)[1:], "--cfg", "job"]) == 0, capsys.readouterr().err
