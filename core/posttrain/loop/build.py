@@ -62,9 +62,21 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         log_path=run_dir.logs / "rewards.log",
     )
     rollouts = Rollouts(engine, packer, environments, scorer, config.rollout.max_model_len, config.seed)
-    ledger = Ledger(run_dir.path / "ledger.jsonl")
     return Parts(
-        config, run_dir, tracker, objective, environments, sampler, packer, policy, engine, plane, scorer, rollouts, ledger
+        config=config,
+        run_dir=run_dir,
+        tracker=tracker,
+        objective=objective,
+        environments=environments,
+        sampler=sampler,
+        packer=packer,
+        policy=policy,
+        engine=engine,
+        plane=plane,
+        scorer=scorer,
+        rollouts=rollouts,
+        ledger=Ledger(run_dir.path / "ledger.jsonl"),
+        fingerprints=sampler.fingerprints(),
     )
 
 

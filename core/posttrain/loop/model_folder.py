@@ -36,7 +36,7 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        build(aside, **config.factory_kwargs)
+        build(aside, **config.factory_kwargs, **_say(build, say))
         if not (aside / "config.json").is_file():
             raise EngineStartError(
                 f"model.factory {config.factory} wrote no config.json into {aside}",
@@ -47,6 +47,11 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return str(out)
+
+
+def _say(build: Callable[..., Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """A factory with a parameter `say` reports its progress through it."""
+    return {"say": say} if "say" in inspect.signature(build).parameters else {}
 
 
 def _check_arguments(build: Callable[..., Any], config: ModelConfig) -> None:
