@@ -112,9 +112,8 @@ def _logits_(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def _times_weight_(out: Tensor, grad: Tensor, weight: Tensor) -> None:
     """Write `grad @ weight` into `out` `[c, H]`."""
-    out.zero_()
-    for piece, wide in _pieces(weight, grad.dtype):
-        out.addmm_(grad[:, piece], wide)
+    for number, (piece, wide) in enumerate(_pieces(weight, grad.dtype)):
+        torch.addmm(out, grad[:, piece], wide, beta=float(number > 0), out=out)
 
 
 def _pieces(weight: Tensor, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
