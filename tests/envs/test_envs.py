@@ -123,3 +123,16 @@ def test_reasoning_gym_absent_names_what_to_install(monkeypatch: pytest.MonkeyPa
     with pytest.raises(PosttrainError) as caught:
         plugins.load("envs", "reasoning_gym", task="basic_arithmetic")
     assert "reasoning" in str(caught.value) and "pip install" in str(caught.value)
+
+
+def test_solved_examples_come_before_the_question_and_are_in_no_split():
+    gym = {"task": "chain_sum", "size": 20, "test_size": 5}
+    env = plugins.load("envs", "reasoning_gym", **gym, examples=2, system="Answer only.")
+    train, test = env.dataset("train"), env.dataset("test")
+    messages = env.format_prompt(test[0])
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert messages[-1]["content"] == test[0]["question"]
+    shown = {messages[1]["content"], messages[3]["content"]}
+    assert not shown & {row["question"] for row in [*train, *test]}
+    text = plugins.load("envs", "reasoning_gym", **gym, examples=1, style="text").format_prompt(test[0])
+    assert text.endswith(test[0]["question"]) and text.count("\n") >= 2

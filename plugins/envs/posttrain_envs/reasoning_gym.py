@@ -41,14 +41,17 @@ class ReasoningGym(Environment):
         seed: int = 0  # which problems
         system: str | None = None  # system message
         prompt: str = "{question}"  # user message; {question} is the task's text
+        examples: int = 0  # solved problems shown before the question, as earlier turns; none of them is in a split
         answer: Literal["tag", "last_line", "whole"] = "tag"  # <answer>…</answer>, the last line, or all of it
         style: Literal["chat", "text"] = "chat"  # through the chat template, or as plain text
 
         def __post_init__(self) -> None:
             if "{question}" not in self.prompt:
                 raise ConfigError(f"prompt={self.prompt!r} does not hold the question", fix="write {question} where it belongs")
-            if self.size < 1 or self.test_size < 1:
-                raise ConfigError(f"size={self.size} and test_size={self.test_size} must be at least 1")
+            if self.size < 1 or self.test_size < 1 or self.examples < 0:
+                raise ConfigError(
+                    f"size={self.size}, test_size={self.test_size} and examples={self.examples} must be at least 1, 1 and 0"
+                )
             _make(self.task, self.config, size=1, seed=self.seed)
 
     def __reduce__(self) -> Any:
@@ -63,13 +66,13 @@ class ReasoningGym(Environment):
         return Rows(o.size, lambda i: self._train_row(o.test_size + i))
 
     def format_prompt(self, task: Mapping[str, Any]) -> Prompt:
-        text = self.options.prompt.replace("{question}", task["question"])
-        if self.options.style == "text":
-            return text if self.options.system is None else f"{self.options.system}\n{text}"
-        messages: list[Message] = [{"role": "user", "content": text}]
-        if self.options.system:
-            messages.insert(0, {"role": "system", "content": self.options.system})
-        return messages
+        o = self.options
+        messages: list[Message] = [{"role": "system", "content": o.system}] if o.system else []
+        for example in self._examples:
+            messages.append({"role": "user", "content": o.prompt.replace("{question}", example["question"])})
+            messages.append({"role": "assistant", "content": str(example["answer"])})
+        messages.append({"role": "user", "content": o.prompt.replace("{question}", task["question"])})
+        return messages if o.style == "chat" else "\n".join(str(message["content"]) for message in messages)
 
     def compute_reward(self, state: EpisodeState) -> Reward:
         """The task's own score in [0, 1]; `answered` says whether an answer was found."""
@@ -80,7 +83,13 @@ class ReasoningGym(Environment):
     @cached_property
     def _task(self) -> Any:
         o = self.options
-        return _make(o.task, o.config, size=(o.test_size + o.size) * _TRIES, seed=o.seed)
+        return _make(o.task, o.config, size=(o.test_size + o.size) * _TRIES + o.examples, seed=o.seed)
+
+    @cached_property
+    def _examples(self) -> list[Mapping[str, Any]]:
+        """Problems past every index that a split may use."""
+        first = (self.options.test_size + self.options.size) * _TRIES
+        return [self._row(first + i) for i in range(self.options.examples)]
 
     @cached_property
     def _test_questions(self) -> frozenset[str]:
