@@ -32,7 +32,7 @@ def load_causal_lm(
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except Exception as exc:
-        raise _explain(path, config, exc) from exc
+        raise explain_failure(path, config, exc) from exc
     _refuse_incomplete(path, report)
     return model.eval()
 
@@ -56,7 +56,8 @@ def _refuse_incomplete(path: str, report: Any) -> None:
         log.warning("%s holds %d tensor(s) that the model does not use: %s", path, len(unused), ", ".join(unused[:3]))
 
 
-def _explain(path: str, config: dict[str, Any], exc: Exception) -> Exception:
+def explain_failure(path: str, config: dict[str, Any], exc: Exception) -> Exception:
+    """What transformers failed with, as the error that says which of the documented causes it is. For policies and engines."""
     import transformers
 
     text, name = str(exc), f"the model {path!r}"

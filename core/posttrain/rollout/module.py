@@ -21,43 +21,37 @@ _SCORE_TOKENS = 8192
 def build_module(spec: EngineSpec) -> Any:
     """The model of `spec.model_path` with seeded placeholder weights, in `spec.dtype`, on the CPU.
 
-    Raises EngineStartError: no such model, an unknown architecture, or attention that this engine does not implement.
+    Raises EngineStartError, told apart as for the policy's own loading, and for attention that this engine does not implement.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.data.hub import model_config
+    from posttrain.policy.load import explain_failure
 
-    model_config(spec.model_path)
+    raw = model_config(spec.model_path)
     try:
         config = AutoConfig.from_pretrained(spec.model_path)
-    except ValueError as exc:
-        raise _unknown(spec, exc) from exc
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    cut = "sliding_attention" in kinds and (window or 0) < spec.max_model_len
-    if cut or not kinds <= {"full_attention", "sliding_attention"}:
-        raise EngineStartError(
-            f"the hf engine cannot run {spec.model_path!r}", code="architecture",
-            cause=f"its layers are {', '.join(sorted(kinds))} with window {window}; this engine has full attention only",
-            fix="use rollout.engine=vllm, or a rollout.max_model_len within the window",
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        try:
+        _refuse_windows(config, spec)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype), attn_implementation=ATTENTION)
-        except ValueError as exc:
-            raise _unknown(spec, exc) from exc
+    except (ValueError, OSError, ImportError, KeyError, AttributeError) as exc:
+        raise explain_failure(spec.model_path, raw, exc) from exc
     return model.eval().requires_grad_(False)
 
 
-def _unknown(spec: EngineSpec, exc: Exception) -> EngineStartError:
-    import transformers
-
-    return EngineStartError(
-        f"transformers {transformers.__version__} cannot build the model {spec.model_path!r}",
-        cause=str(exc).splitlines()[0], code="architecture",
-        fix="a newer transformers may know its model_type; remote code is not run by this engine",
-    )
+def _refuse_windows(config: Any, spec: EngineSpec) -> None:
+    """Attention over a window, or none at all (state-space layers), would need another cache than this engine's."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    cut = "sliding_attention" in kinds and window is not None and window < spec.max_model_len
+    if cut or not kinds <= {"full_attention", "sliding_attention"}:
+        raise EngineStartError(
+            f"the hf engine cannot run {spec.model_path!r}",
+            cause=f"its layers are {', '.join(sorted(kinds))} with window {window}; this engine has full attention only",
+            fix="use rollout.engine=vllm, or a rollout.max_model_len within the window",
+            code="architecture",
+        )
 
 
 def copy_weights(model: Any, staged: Staged) -> None:
