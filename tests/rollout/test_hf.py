@@ -281,3 +281,17 @@ def test_closing_ends_a_running_generation(tmp_path: Path) -> None:
         return time.perf_counter() - began
 
     assert on_engine(tmp_path, work) < 20
+
+
+def test_a_closed_engine_starts_anew_without_weights(tmp_path: Path) -> None:
+    async def work(engine: HFEngine, model: Any) -> None:
+        engine.invalidate("a test says so")
+        await engine.close()
+        await engine.start()
+        assert engine.weight_version() is None and engine.invalid is None
+        with pytest.raises(WeightSyncError, match="no weights yet"):
+            await collect(engine, ask("early"))
+        await put(engine, Weights(model, 4))
+        assert {c.versions[0] for c in await collect(engine, ask("r"))} == {4}
+
+    on_engine(tmp_path, work)

@@ -38,14 +38,24 @@ class HFEngine(Engine):
 
     def __init__(self, spec: EngineSpec, options: Any = None) -> None:
         super().__init__(spec, options)
+        self._reset()
+
+    def _reset(self) -> None:
         self._model: Any = None
         self._version: int | None = None
         self._gate = Gate()
+        self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
 
     async def start(self) -> None:
-        """Build the module from the folder's config with seeded placeholder weights; the weight files are not read."""
+        """Build the module from the folder's config with seeded placeholder weights; the weight files are not read.
+
+        After `close` it begins anew: without weights, and valid again.
+        """
+        if self._gate.ended:
+            self._reset()
+            self.invalid = None
         self._model = await asyncio.wrap_future(self._thread.submit(build_module, self.spec))
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:  # type: ignore[override]
@@ -59,6 +69,8 @@ class HFEngine(Engine):
         def post(done: list[Completion] | None) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, done)
 
+        ids = {r.id for r in requests}
+        self._running |= ids
         job = self._thread.submit(self._run, list(requests), post, stop)
         try:
             while (batch := await queue.get()) is not None:
@@ -67,10 +79,12 @@ class HFEngine(Engine):
             await asyncio.wrap_future(job)
         finally:
             stop.set()
-            self._aborted.difference_update(r.id for r in requests)
+            self._running -= ids
+            self._aborted -= ids
 
     async def abort(self, request_id: str) -> None:
-        self._aborted.add(request_id)
+        if request_id in self._running:
+            self._aborted.add(request_id)
 
     async def pause(self) -> None:
         await asyncio.to_thread(self._gate.close)
@@ -123,7 +137,7 @@ class HFEngine(Engine):
                 elif version != seen:
                     wave.recompute()
                 seen = version
-                done = [c for request_id in sorted(self._aborted) for c in wave.abort(request_id)]
+                done = [c for request_id in sorted(tuple(self._aborted)) for c in wave.abort(request_id)]
                 done += wave.step(version) if wave.running else []
             if done:
                 post(done)

@@ -255,6 +255,10 @@ class EngineContract:
         finally:
             rig.engine.invalid = None
 
+    def test_aborting_what_does_not_run_harms_nobody(self, rig: Rig) -> None:
+        rig.run(rig.engine.abort("later"))
+        assert [c.finish_reason for c in rig.generate(ask("later", ignore_eos=True))] == ["length"]
+
     def test_closing_twice(self, make_engine: Callable[[EngineSpec], Engine], tmp_path: Path) -> None:
         write_tiny_model(tmp_path)
         engine = make_engine(EngineSpec(str(tmp_path), "float32", LIMIT, 16, STOPS, log_dir=tmp_path))
