@@ -20,3 +20,19 @@ class TestReasoningGym(EnvContract):
     def env(self) -> Environment:
         module = pytest.importorskip("posttrain_envs.reasoning_gym")
         return module.ReasoningGym(module.ReasoningGym.Options(task="basic_arithmetic", size=40, test_size=20))
+
+
+class TestTheSmallestEnvironment(EnvContract):
+    """The one that the module's docstring shows."""
+
+    @pytest.fixture
+    def env(self) -> Environment:
+        import inspect
+        import textwrap
+
+        from posttrain.data import environment
+
+        source = textwrap.dedent((inspect.getdoc(environment) or "").split("The smallest environment:")[1])
+        scope = {"Environment": Environment, "__name__": "__main__"}
+        exec(source, scope)
+        return scope["Parity"]()  # type: ignore[operator, no-any-return]

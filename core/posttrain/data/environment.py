@@ -8,7 +8,8 @@ A reward that cannot be computed is unscorable, never 0: raise, or return `Rewar
         '''Say whether a number is even.'''
 
         def dataset(self, split):
-            return [{"id": str(n), "n": n, "answer": "yes" if n % 2 == 0 else "no"} for n in range(100)]
+            numbers = range(100) if split == "train" else range(100, 120)
+            return [{"id": str(n), "n": n, "answer": "yes" if n % 2 == 0 else "no"} for n in numbers]
 
         def format_prompt(self, task):
             return [{"role": "user", "content": f"Is {task['n']} even? Say yes or no."}]
