@@ -84,11 +84,11 @@ def attend(
 
 def _room(states: torch.Tensor, capacity: int) -> torch.Tensor:
     batch, heads, _, width = states.shape
-    return states.new_zeros(batch, heads, capacity, width)
+    return states.new_empty(batch, heads, capacity, width)
 
 
 def _take(states: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
-    taken = states.new_zeros(len(rows), *states.shape[1:])
+    taken = states.new_empty(len(rows), *states.shape[1:])
     taken[:, :, :length] = states[rows, :, :length]
     return taken
 
