@@ -83,7 +83,7 @@ class PromptSampler:
         self._seed, self._shuffle = seed, shuffle
         self._usable = [len(s.rows) - (len(s.rows) % batch if drop_last else 0) for s in sources]
         self._taken = [0] * len(self._sources)
-        self._orders: dict[int, tuple[int, Sequence[int]]] = {}
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self.index = 0
 
     def draw(self, n: int) -> list[Draw]:
@@ -127,7 +127,7 @@ class PromptSampler:
         point = np.random.Generator(np.random.Philox(derive_seed(self._seed, "environment", self.index))).random()
         return int(np.searchsorted(np.cumsum(weights / weights.sum()), point, side="right").clip(max=len(weights) - 1))
 
-    def _order(self, which: int, epoch: int) -> Sequence[int]:
+    def _order(self, which: int, epoch: int) -> np.ndarray | range:
         if not self._shuffle:
             return range(self._usable[which])
         cached = self._orders.get(which)

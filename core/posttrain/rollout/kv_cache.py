@@ -23,14 +23,15 @@ class FixedLayer(DynamicLayer):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity, self.length = capacity, 0
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Append `[B, heads, q, D]`; returns views on everything written so far."""
         end = self.length + key_states.shape[2]
-        if not self.is_initialized:
+        if self.keys is None or self.values is None:
             self.keys, self.values = _room(key_states, self.capacity), _room(value_states, self.capacity)
             self.is_initialized = True
-        assert self.keys is not None and self.values is not None
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end

@@ -15,6 +15,7 @@ from posttrain.types import Reward
 
 def as_reward(value: Any) -> Reward:
     """A finite number or a `Reward` as a `Reward`; anything else is unscorable with its cause."""
+    total: Any
     if isinstance(value, Reward):
         if value.total is None:
             return unscorable(str(value.info.get("cause", "unscorable")), str(value.info.get("error", "")), value)

@@ -69,7 +69,7 @@ def score_rows(
     """
     rewards, groups, trained = [r.reward for r in rows], [r.group for r in rows], [any(r.trained) for r in rows]
     given = list(objective.advantages(rewards, groups, trained)) if advantages is None else list(advantages)
-    means = objective.baselines(rewards, groups, trained)
+    means = [float(m) for m in objective.baselines(rewards, groups, trained)]
     loss, grads = 0.0, [[0.0] * len(r.logprobs) for r in rows]
     for part in [range(len(rows))] if parts is None else parts:
         batch = token_batch(rows, part, given, means, dtype)
