@@ -127,6 +127,13 @@ class TestUntied:
         assert rig.run(cached_tokens(rig.engine, request)) == 0
         assert rig.gap(request, rig.generate(request)) < 1e-4
 
+    def test_samples_of_one_prompt_share_its_blocks_and_stay_exact(self, rig: Rig) -> None:
+        request = ask("shared", n=8, prompt=[2 + (11 * i) % 97 for i in range(100)], temperature=1.3)
+        completions = rig.generate(request)
+        assert len({tuple(c.token_ids) for c in completions}) > 1
+        assert rig.gap(request, completions) < 1e-4
+        assert rig.run(cached_tokens(rig.engine, request)) == 96
+
     def test_more_seeded_prompt_tokens_than_one_forward_takes(self, rig: Rig) -> None:
         prompts = [[2 + (7 * i + j) % 95 for j in range(200)] for i in range(40)]
         requests = [ask(f"long{i}", n=1, seed=i, prompt=prompt, max_tokens=3) for i, prompt in enumerate(prompts)]

@@ -108,3 +108,12 @@ def test_bucket_digest_reads_only_its_ranges():
     assert bucket_digest(buffer, [(0, 8), (16, 8)]) == before
     buffer[17] = 200
     assert bucket_digest(buffer, [(0, 8), (16, 8)]) != before
+
+
+def test_floating_parameters_are_cast_to_the_wire_s_dtype_while_they_are_copied():
+    pool = PublicationPool(InprocTransport(), bucket_bytes=2**20, dtype="bfloat16")
+    source = [("w", torch.linspace(0, 1, 7)), ("steps", torch.arange(3))]
+    publication = pool.publish(1, source) if pool.plan_for(source) else None
+    got = contents(pool, publication)
+    assert torch.equal(got["w"], source[0][1].to(torch.bfloat16)) and torch.equal(got["steps"], source[1][1])
+    pool.close()

@@ -16,6 +16,8 @@ from posttrain.loop.rollouts import Rollouts
 from posttrain.tracking.run_dir import output_root
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from posttrain.config.schema import RunConfig
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from posttrain.tracking.run_dir import RunDir
     from posttrain.tracking.tracker import Tracker
     from posttrain.weights.transport import Transport
+
+PROBE_TOKENS = 64
 
 EMBEDDED = ("hf",)
 """Engines that live in this process: weights reach them by a copy."""
@@ -35,7 +39,7 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     from posttrain.policy.optimizer import check_optimizer
     from posttrain.policy.policy import Policy
     from posttrain.rollout.scoring import Scorer
-    from posttrain.weights.canary import Canary, make_probe
+    from posttrain.weights.canary import Canary
     from posttrain.weights.plane import WeightPlane
 
     objective = build_run_objective(config)
@@ -52,8 +56,8 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         engine,
         build_transport(config),
         config.weights,
-        lambda: policy.named_weights(config.rollout.dtype),
-        canary=Canary(policy.score, make_probe(policy.vocab_size), config.weights, dtype=config.rollout.dtype),
+        lambda: policy.named_weights(config.rl.master_dtype),
+        canary=Canary(policy.score, probe_prompts(packer, environments), config.weights, dtype=config.rollout.dtype),
     )
     scorer = Scorer(
         environments,
@@ -122,6 +126,17 @@ def build_packer(config: RunConfig, path: str) -> DataPacker:
     if config.rl.data.packer is None:
         return init_data_packer(path, chat_template=template, trust_remote_code=remote)
     return load_packer(config.rl.data.packer).setup(path, chat_template=template, trust_remote_code=remote)
+
+
+def probe_prompts(packer: DataPacker, environments: Mapping[str, Environment]) -> list[list[int]]:
+    """What the canary scores: the first held-out prompts, cut short. On random ids a half-precision kernel is only noise."""
+    prompts = []
+    for env in environments.values():
+        rows = env.dataset("test")
+        for position in range(min(4, len(rows))):
+            ids = packer.get_rollout_input(env.format_prompt(rows[position]))["prompt_ids"]
+            prompts.append(list(ids[:PROBE_TOKENS]))
+    return [ids for ids in prompts if len(ids) > 1]
 
 
 def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:

@@ -168,6 +168,8 @@ def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str,
     if current_platform.is_cpu():
         # vLLM rewinds the generator of a seeded request whose prefill is cut, which a CPU generator cannot do: the engine dies
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, spec.max_model_len)}
+        # samples of one prompt share whole blocks only; the default of 128 computes most prompts once for each sample
+        arguments["block_size"] = 32
     return arguments | dict(options.engine_args)
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from posttrain.weights.transport import Transport
 
 Source = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
-"""The policy's parameters in the engine's dtype: Hugging Face names, tied duplicates omitted, always in the same order."""
+"""The policy's parameters: Hugging Face names, tied duplicates omitted, always in the same order. Cast to the engine's dtype
+while they are copied; give them as they are."""
 
 
 class WeightPlane:
@@ -42,10 +43,11 @@ class WeightPlane:
         canary: Canary | None = None,
     ) -> None:
         self.config, self._source, self._canary = config, source, canary
-        self._pool = PublicationPool(transport, bucket_bytes=config.bucket_bytes)
+        engines = engines if isinstance(engines, Sequence) else [engines]
+        self._pool = PublicationPool(transport, bucket_bytes=config.bucket_bytes, dtype=engines[0].spec.dtype)
         self.receivers = [
             Receiver(engine, transport, name=f"rollout-{i}", compare_bytes=config.verify_weight_values)
-            for i, engine in enumerate(engines if isinstance(engines, Sequence) else [engines])
+            for i, engine in enumerate(engines)
         ]
         self.version: int | None = None
         self._commits = 0

@@ -43,10 +43,15 @@ class _Slot:
 
 
 class PublicationPool:
-    """The slots of one policy rank (rank 0 holds every parameter until the policy is sharded)."""
+    """The slots of one policy rank (rank 0 holds every parameter until the policy is sharded).
 
-    def __init__(self, transport: Transport, *, bucket_bytes: int, shards: Shards | None = None, rank: int = 0) -> None:
-        self._transport, self._bucket_bytes, self._shards, self.rank = transport, bucket_bytes, shards, rank
+    dtype: of floating parameters on the wire; they are cast while they are copied. None: as they come.
+    """
+
+    def __init__(
+        self, transport: Transport, *, bucket_bytes: int, dtype: str | None = None, shards: Shards | None = None, rank: int = 0
+    ) -> None:
+        self._transport, self._bucket_bytes, self._dtype, self._shards, self.rank = transport, bucket_bytes, dtype, shards, rank
         self._slots: list[_Slot] = []
         self.plan: BucketPlan | None = None
         self.version = -1
@@ -54,11 +59,12 @@ class PublicationPool:
     def plan_for(self, weights: Iterable[tuple[str, torch.Tensor]]) -> BucketPlan:
         """The plan of these parameters, made on the first call; consumes the stream without keeping a tensor."""
         if self.plan is None:
-            self.plan = plan_buckets((_spec(n, t) for n, t in weights), bucket_bytes=self._bucket_bytes, shards=self._shards)
+            specs = (_spec(name, tensor, self._dtype) for name, tensor in weights)
+            self.plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes, shards=self._shards)
         return self.plan
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Publication:
-        """Snapshot `weights` (full tensors, wire dtype, plan order) as `version`; copies, so the caller may go on training.
+        """Snapshot `weights` (full tensors in plan order) as `version`; copies, so the caller may go on training.
 
         Raises WeightSyncError when the version does not advance, both slots are held, or the stream is not the plan's.
         """
@@ -68,7 +74,7 @@ class PublicationPool:
             raise WeightSyncError(f"publication {version} does not advance past {self.version}", cause="versions are monotonic")
         slot = self._free_slot()
         slot.publication, slot.pulled = None, False
-        _fill(slot.region.buffer, self.plan, self.rank, weights)
+        self._fill(slot.region.buffer, self.plan, weights)
         digests = tuple(
             bucket_digest(slot.region.buffer, [(p.source, p.nbytes) for p in bucket.pieces])
             for bucket in self.plan.buckets
@@ -91,6 +97,27 @@ class PublicationPool:
     def close(self) -> None:
         self._slots.clear()
         self._transport.close()
+
+    def _fill(self, buffer: torch.Tensor, plan: BucketPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        pieces: dict[str, list[Piece]] = {}
+        for piece in (p for bucket in plan.buckets if bucket.rank == self.rank for p in bucket.pieces):
+            pieces.setdefault(piece.name, []).append(piece)
+        stream: Iterator[tuple[str, torch.Tensor]] = iter(weights)
+        for spec in plan.parameters:
+            name, tensor = next(stream, ("nothing", torch.empty(0)))
+            if _spec(name, tensor, self._dtype) != spec:
+                raise WeightSyncError(
+                    f"the policy published {name} {list(tensor.shape)} {tensor.dtype}, "
+                    f"the plan has {spec.name} {list(spec.shape)} {spec.dtype} there",
+                    cause="the policy's parameters changed after the plan was made",
+                )
+            flat = tensor.detach().reshape(-1)
+            for piece in pieces.get(name, ()):
+                target = buffer[piece.source : piece.source + piece.nbytes].view(getattr(torch, spec.dtype))
+                target.copy_(flat[piece.start : piece.stop])
+        extra = next(stream, None)
+        if extra is not None:
+            raise WeightSyncError(f"the policy published {extra[0]}, which is not in the plan", cause="its parameters changed")
 
     def _slot_of(self, version: int) -> _Slot:
         for slot in self._slots:
@@ -123,29 +150,6 @@ def bucket_digest(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> st
     return digest.hexdigest()
 
 
-def _spec(name: str, tensor: torch.Tensor) -> ParameterSpec:
-    return ParameterSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-def _fill(buffer: torch.Tensor, plan: BucketPlan, rank: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    pieces: dict[str, list[Piece]] = {}
-    for bucket in plan.buckets:
-        if bucket.rank == rank:
-            for piece in bucket.pieces:
-                pieces.setdefault(piece.name, []).append(piece)
-    stream: Iterator[tuple[str, torch.Tensor]] = iter(weights)
-    for spec in plan.parameters:
-        name, tensor = next(stream, ("nothing", torch.empty(0)))
-        if _spec(name, tensor) != spec:
-            raise WeightSyncError(
-                f"the policy published {name} {list(tensor.shape)} {tensor.dtype}, "
-                f"the plan has {spec.name} {list(spec.shape)} {spec.dtype} there",
-                cause="the policy's parameters changed after the plan was made",
-            )
-        flat = tensor.detach().reshape(-1)
-        for piece in pieces.get(name, ()):
-            target = buffer[piece.source : piece.source + piece.nbytes].view(tensor.dtype)
-            target.copy_(flat[piece.start : piece.stop])
-    extra = next(stream, None)
-    if extra is not None:
-        raise WeightSyncError(f"the policy published {extra[0]}, which is not in the plan", cause="its parameters changed")
+def _spec(name: str, tensor: torch.Tensor, dtype: str | None) -> ParameterSpec:
+    own = str(tensor.dtype).removeprefix("torch.")
+    return ParameterSpec(name, dtype if dtype and tensor.is_floating_point() else own, tuple(tensor.shape))
