@@ -206,8 +206,8 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "E8": Entry(
         RunAborted,
-        "π_old ahead-pass determinism probe failed: the log-prob of {share} of {tokens} tokens moved, by up to {gap} nats, between "
-        "two forwards at unchanged weights; the forward routing was {routing}",
+        "π_old ahead-pass determinism probe failed: the log-prob of {share} of {tokens} tokens moved, by up to {gap} nats, "
+        "between two forwards at unchanged weights; the forward routing was {routing}",
         "{cause}, so the recorded old log-probs do not describe the update's forward",
         "{fix}",
         f"{_TROUBLE}#the-ahead-pass-is-not-deterministic",

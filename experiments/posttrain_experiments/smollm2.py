@@ -34,10 +34,13 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             "batch_per_replica": 64,
             "optimizer": {"name": "adamw", "impl": "fused", "lr": 1e-5},
             "lr_scheduler": {"name": "constant", "warmup_steps": 5},
+            "micro_batch_tokens": 1024,
         },
         "rollout": {
             "engine": "vllm",
-            "dtype": "bfloat16",
+            # fp32, because at this learning rate most updates are smaller than the resolution of bf16: a bf16 engine
+            # would sample from weights that the last steps never reached (see policy/logprob_gap)
+            "dtype": "float32",
             "max_tokens": 10,
             "max_model_len": 512,
             "max_num_seqs": 128,

@@ -217,3 +217,13 @@ def test_the_start_up_probe_refuses_what_this_policy_would_compute_wrongly(make_
     monkeypatch.setattr(prefix, "visible", leaking)
     with pytest.raises(ConfigError, match="largest difference"):
         check_forward(PolicyModule(tiny("Llama"), shared_prefix=True))
+
+
+def test_scores_for_the_canary_are_of_the_rounded_weights_and_leave_the_exact_ones(make_policy):
+    policy = make_policy()
+    before = {name: tensor.clone() for name, tensor in policy.named_weights("float32")}
+    exact = policy.score([[5, 6, 7, 8]], "float32")
+    rounded = policy.score([[5, 6, 7, 8]], "bfloat16")
+    assert len(exact[0]) == 3 and exact != rounded
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.named_weights("float32"))
+    assert policy.score([[5, 6, 7, 8]], "float32") == exact

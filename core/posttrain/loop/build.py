@@ -57,7 +57,12 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         build_transport(config),
         config.weights,
         lambda: policy.named_weights(config.rl.master_dtype),
-        canary=Canary(policy.score, probe_prompts(packer, environments), config.weights, dtype=config.rollout.dtype),
+        canary=Canary(
+            lambda probe: policy.score(probe, config.rollout.dtype),
+            probe_prompts(packer, environments),
+            config.weights,
+            dtype=config.rollout.dtype,
+        ),
     )
     scorer = Scorer(
         environments,

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError
 from posttrain.loop import checkpoint
+from posttrain.loop.controller import Controller, LoopState
 from posttrain.loop.resume import check_changes
 from posttrain.tracking.run_dir import RunDir
 from posttrain.tracking.tracker import Tracker, cut_after
 
 if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig
-    from posttrain.config.schema import RunConfig
-    from posttrain.loop.controller import LoopState
+    from posttrain.loop.parts import Parts
     from posttrain.tracking.summary import Summary
 
 
@@ -40,6 +40,8 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
 
     Raises PosttrainError; the run directory, its metrics and its last checkpoint are then as they were at the last step.
     """
+    from posttrain.loop.build import build
+
     config = loaded.config
     threads = set_threads(config.grid.threads)
     quiet_libraries()
@@ -59,30 +61,27 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
         with Tracker(directory, config.tracking, config.rl.steps) as tracker:
             for line in [*loaded.notes, *notes]:
                 tracker.note(line)
-            done = asyncio.run(_run(config, directory, tracker, found))
+            done = 0
+            if found is None or found.step < config.rl.steps:
+                tracker.note(f"run: {directory.path}")
+                parts = build(config, directory, tracker)
+                done = asyncio.run(_run(parts, found))
             outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
             return RunResult(directory.path, done, tracker.finish(outcome))
 
 
-async def _run(config: RunConfig, directory: RunDir, tracker: Tracker, found: checkpoint.Checkpoint | None) -> int:
-    """Build, start, drive, close. Returns the number of batch steps done."""
-    from posttrain.loop.build import build
-    from posttrain.loop.controller import Controller, LoopState
-
-    if found is not None and found.step >= config.rl.steps:
-        return 0
-    tracker.note(f"run: {directory.path}")
-    parts = await asyncio.to_thread(build, config, directory, tracker)
+async def _run(parts: Parts, found: checkpoint.Checkpoint | None) -> int:
+    """Start, drive, close. Returns the number of batch steps done."""
     try:
         state = LoopState() if found is None else parts.load(found)
         if found is not None:
-            tracker.note(f"resumed from {found.path} after step {found.step}")
+            parts.tracker.note(f"resumed from {found.path} after step {found.step}")
         await parts.engine.start()
         await parts.scorer.start()
-        ended: LoopState = await Controller(parts, state).run()
+        ended = await Controller(parts, state).run()
         return ended.step - (found.step if found else 0)
     finally:
-        await asyncio.wait_for(parts.close(), config.loop.shutdown_timeout_s)
+        await asyncio.wait_for(parts.close(), parts.config.loop.shutdown_timeout_s)
 
 
 def saved_config(run: Path) -> Mapping[str, Any]:

@@ -102,16 +102,27 @@ class Policy:
                 found[index] = value.tolist()
         return found
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs at temperature 1 of each token given those before it, from the second on: what a canary compares."""
+    def score(self, sequences: Sequence[Sequence[int]], dtype: str | torch.dtype) -> list[list[float]]:
+        """What an engine that holds these weights in `dtype` should say: the log-prob, at temperature 1, of each token from the
+        second on. The weights are rounded for the forward and restored to the bit; for canaries."""
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         rows = [
-            Row(input_ids=list(ids), mask=[False] + [True] * (len(ids) - 1), rollout_logprobs=[0.0] * len(ids)) for ids in sequences
+            Row(input_ids=list(ids), mask=[False] + [True] * (len(ids) - 1), rollout_logprobs=[0.0] * len(ids))
+            for ids in sequences
         ]
-        sampling, self.module.temperature = self.module.temperature, 1.0
+        parameters = [p for p in self.module.parameters() if p.dtype != wanted]
+        exact = [p.detach().clone() for p in parameters]
+        temperature, self.module.temperature = self.module.temperature, 1.0
         try:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.copy_(parameter.to(wanted))
             return self.logprobs(rows)
         finally:
-            self.module.temperature = sampling
+            self.module.temperature = temperature
+            with torch.no_grad():
+                for parameter, value in zip(parameters, exact, strict=True):
+                    parameter.copy_(value)
 
     def named_weights(self, dtype: str | torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, in `dtype`, tied ones once. Not copied where the dtype is the same."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ def register() -> None:
     owner = ProcessId.parse(os.environ.get(OWNER_ENV, ""))
     if owner is not None and owner.pid != os.getpid():
         _redirect_output(os.environ.get(LOG_ENV))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; what to do about it is the owner's
         end_with(owner)
         atexit.register(_leave)
 
