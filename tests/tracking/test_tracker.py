@@ -120,7 +120,10 @@ def test_a_zero_before_step_1_is_said_with_advice_that_fits(run: RunDir) -> None
     assert text(out).count("scores 0 on every held-out prompt") == 1 and "rollout.max_tokens" in text(out)
 
 
-def test_role_logs_split_by_logger_and_go_nowhere_else(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_role_logs_split_by_logger_and_go_nowhere_else(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # of other programs in this process
     with Tracker(run, TrackingConfig(display="none"), 1):
         logging.getLogger("posttrain.policy.policy").info("a step")
         logging.getLogger("somebody.else").info("chatter")
