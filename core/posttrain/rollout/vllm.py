@@ -89,7 +89,7 @@ class VllmEngine(Engine):
             if not isinstance(exc, Exception):
                 raise
             raise start_error(exc, self.spec, self._log) from exc
-        self._processes = _children(before)
+        self._processes = _engine_processes(self._llm)
         self._version = self.invalid = self._receiver = None
         self._paused = False
 
@@ -347,6 +347,14 @@ def _children(before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
 
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     return [p for p in psutil.Process().children(recursive=True) if p not in before and p.pid != tracker]
+
+
+def _engine_processes(llm: Any) -> list[psutil.Process]:
+    """vLLM's core and, after it, what the core has started."""
+    import psutil
+
+    cores = [psutil.Process(process.pid) for process in llm.engine_core.resources.engine_manager.processes]
+    return [*cores, *(child for core in cores for child in core.children(recursive=True))]
 
 
 def _kill(processes: Sequence[psutil.Process], grace: float = 3.0) -> None:
