@@ -25,6 +25,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             "batch_per_replica": 512,
             "optimizer": {"name": "adamw", "lr": 2e-4},
         },
+        "grid": {"threads": 1},
         "rollout": {"engine": "hf", "max_tokens": 6, "max_model_len": 32, "max_num_seqs": 512},
         "validation": {"prompts": 80, "every": 20},
     },

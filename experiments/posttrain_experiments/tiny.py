@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,21 @@ def build(
         model = build_model(len(tokenizer), hidden_size, layers)
     count = sum(p.numel() for p in model.parameters())
     say(f"tiny model: {count / 1e6:.2f}M parameters, warm-up of {steps} + {slip_steps} steps, seed {seed}")
-    warm_up(model, tokenizer, env, steps=steps, slip_steps=slip_steps, batch=batch, lr=lr, seed=seed, say=say)
+    with one_thread():
+        warm_up(model, tokenizer, env, steps=steps, slip_steps=slip_steps, batch=batch, lr=lr, seed=seed, say=say)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread: a model this small gains nothing from a second, and waiting for it costs minutes on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build_tokenizer() -> Any:
