@@ -28,10 +28,10 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             }
         ],
         "rl": {
-            "steps": 60,
+            "steps": 70,
             "objective": {"name": "grpo"},
             "group_size": 8,
-            "batch_per_replica": 64,
+            "batch_per_replica": 128,
             "optimizer": {"name": "adamw", "impl": "fused", "lr": 1e-5},
             "lr_scheduler": {"name": "constant", "warmup_steps": 5},
             "micro_batch_tokens": 1024,
@@ -45,7 +45,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             "max_model_len": 512,
             "max_num_seqs": 128,
         },
-        "validation": {"prompts": 128, "every": 15, "temperature": 1.0},
-        "checkpoint": {"every": 30},
+        "validation": {"prompts": 128, "every": 10, "temperature": 1.0},
+        "checkpoint": {"every": 35},
     },
 }
