@@ -38,6 +38,7 @@ integration: setup
 	$(BIN)/pytest tests/integration
 
 bench: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	@for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: setup

@@ -34,16 +34,18 @@ from posttrain.types import Completion, Request, Sampling
 from posttrain.weights.plane import WeightPlane
 from posttrain_experiments import tiny
 
-GROUP, PROMPTS, MAX_TOKENS, LR, SEED = 8, 16, 6, 1e-3, 0
+GROUP, PROMPTS, MAX_TOKENS, LR, SEED = 8, 32, 6, 3e-4, 0
+PROBLEMS = {"largest": 19, "test_size": 80}  # sums of 0 to 19
 
 
-async def main(steps: int) -> list[float]:
-    """Train `steps` batch steps; returns the mean reward of each."""
-    folder = Path(tempfile.mkdtemp()) / "model"
-    tiny.build(folder, seed=SEED)
+async def main(steps: int, folder: Path | None = None) -> list[float]:
+    """Train the model in `folder` (default: make one) for `steps` batch steps; returns the mean reward of each."""
+    if folder is None:
+        folder = Path(tempfile.mkdtemp()) / "model"
+        tiny.build(folder, environment=PROBLEMS, seed=SEED)
 
     # The parts. Any of them could be yours: an environment, a packer, an algorithm, an engine.
-    env = posttrain.load("envs", "arithmetic", digits=1)
+    env = posttrain.load("envs", "arithmetic", **PROBLEMS)
     packer = posttrain.init_data_packer(str(folder))
     objective = posttrain.build_objective("grpo", group_size=GROUP)
     policy = PolicyModule(load_causal_lm(str(folder), torch.float32), shared_prefix=True)
@@ -51,7 +53,7 @@ async def main(steps: int) -> list[float]:
     sampler = PromptSampler([Source("arithmetic", env.dataset("train"))], seed=SEED)
 
     # An engine has no weights of its own: it serves what the plane published, and stamps every token with the version.
-    spec = EngineSpec(str(folder), "float32", max_model_len=32, max_num_seqs=128, eos_token_ids=eos_token_ids(str(folder)))
+    spec = EngineSpec(str(folder), "float32", max_model_len=32, max_num_seqs=256, eos_token_ids=eos_token_ids(str(folder)))
     engine = posttrain.load("engines", "hf", spec=spec)
     await engine.start()
     config = posttrain.config.schema.WeightsConfig()

@@ -217,7 +217,8 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_is_intact(root, monkeypatch
     assert start(root, resume=run).steps_done == 2
 
 
-def test_ctrl_c_ends_with_130_and_the_run_can_go_on(root, tmp_path):
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_with_their_codes_and_the_run_can_go_on(tmp_path, number, code):
     """The real command, interrupted as a person would."""
     import subprocess
     import sys
@@ -239,9 +240,9 @@ def test_ctrl_c_ends_with_130_and_the_run_can_go_on(root, tmp_path):
     while time.monotonic() < deadline and not list(tmp_path.glob("*/checkpoints/step_*/loop.json")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
+    assert process.returncode == code, out
     assert "Traceback" not in out
     (run,) = [p for p in tmp_path.iterdir() if (p / "config.yaml").exists()]
     last = checkpoint.find(run / "checkpoints")[-1]
