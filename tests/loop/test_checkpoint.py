@@ -1,8 +1,11 @@
 import contextlib
 import errno
 import json
+import subprocess
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from posttrain.errors import DataError, RunInterrupted
 from posttrain.loop import checkpoint
@@ -49,20 +52,20 @@ def test_no_limit_keeps_everything(tmp_path):
 def test_a_crash_at_any_file_leaves_the_last_good_one(tmp_path, monkeypatch, crash_after):
     checkpoint.write(tmp_path, 1, save, {"step": 1})
     calls = iter(range(100))
-    real = checkpoint._sync
+    real = checkpoint.sync
 
     def dying(path):
         if next(calls) == crash_after:
             raise KeyboardInterrupt
         real(path)
 
-    monkeypatch.setattr(checkpoint, "_sync", dying)
+    monkeypatch.setattr(checkpoint, "sync", dying)
     with contextlib.suppress(KeyboardInterrupt):
         checkpoint.write(tmp_path, 2, save, {"step": 2})
     found = checkpoint.find(tmp_path)
     assert found[0].loop_state() == {"step": 1}
     assert all((c.path / "policy" / "weights.bin").stat().st_size == 100 for c in found)
-    monkeypatch.setattr(checkpoint, "_sync", real)
+    monkeypatch.setattr(checkpoint, "sync", real)
     assert checkpoint.write(tmp_path, 2, save, {"step": 2}).loop_state() == {"step": 2}
 
 
@@ -76,6 +79,49 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path):
         checkpoint.write(tmp_path, 2, full, {})
     assert "the disk is full" in str(caught.value) and caught.value.exit_code == 75
     assert [c.step for c in checkpoint.find(tmp_path)] == [1]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 kB, where this machine lets us mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount a file system here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)  # lazily: a failed torch.save keeps its file open for a while
+
+
+def with_safetensors(folder):
+    save_file({"a": torch.zeros(200_000)}, folder / "model.safetensors")
+
+
+def with_torch(folder):
+    torch.save({"a": torch.zeros(200_000)}, folder / "policy.pt")
+
+
+@pytest.mark.parametrize("writer", [with_safetensors, with_torch])
+def test_the_real_writers_on_a_disk_that_is_really_full(small_disk, writer):
+    checkpoint.write(small_disk, 1, save, {"step": 1})
+    with pytest.raises(RunInterrupted, match="step 2 was not written") as caught:
+        checkpoint.write(small_disk, 2, writer, {})
+    assert "the disk is full" in str(caught.value)
+    assert [p.name for p in small_disk.iterdir()] == ["step_1"]
+
+
+def test_a_checkpoint_that_is_half_deleted_is_no_checkpoint(tmp_path, monkeypatch):
+    for step in (1, 2):
+        checkpoint.write(tmp_path, step, save, {})
+
+    def dying(path):
+        (path / "policy" / "weights.bin").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", dying)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.prune(tmp_path, keep_last=1, keep_every=None)
+    assert [c.step for c in checkpoint.find(tmp_path)] == [2]
 
 
 def test_writing_a_step_again_keeps_the_old_one_aside(tmp_path):

@@ -6,7 +6,6 @@ the ledger and the counters of the loop. Folders that are not exactly `step_<num
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, RunInterrupted
+from posttrain.tracking.files import FULL, sync
 
 STEP = re.compile(r"step_(\d+)\Z")
 LOOP_FILE = "loop.json"
@@ -85,7 +85,7 @@ def locate(path: Path) -> tuple[Path, Checkpoint]:
 
 
 def write(folder: Path, step: int, save_policy: Callable[[Path], None], loop_state: dict[str, Any]) -> Checkpoint:
-    """Write `folder/step_N`. Raises RunInterrupted when the disk is full or refuses; older checkpoints stay as they are."""
+    """Write `folder/step_N`. Raises RunInterrupted when it cannot; older checkpoints stay as they are, nothing half is left."""
     target, aside = folder / f"step_{step}", folder / f"tmp_step_{step}"
     try:
         if aside.exists():
@@ -97,17 +97,24 @@ def write(folder: Path, step: int, save_policy: Callable[[Path], None], loop_sta
         if target.exists():
             set_aside(target)
         aside.rename(target)
-        _sync(folder)
-    except OSError as exc:
+        sync(folder)
+    except Exception as exc:  # safetensors and torch.save have exceptions of their own for a full disk
+        full = _is_full(folder, exc)
         shutil.rmtree(aside, ignore_errors=True)
-        full = exc.errno == errno.ENOSPC
         raise RunInterrupted(
             f"checkpoint of step {step} was not written to {folder}",
-            cause="the disk is full" if full else str(exc),
+            cause="the disk is full" if full else f"{type(exc).__name__}: {exc}",
             fix="free space (checkpoint.keep_last) and resume; the checkpoints before this one are intact",
-            code="disk-full" if full else "checkpoint",
+            code="disk_full" if full else "checkpoint",
         ) from exc
     return Checkpoint(step, target)
+
+
+def _is_full(folder: Path, exc: Exception) -> bool:
+    """Whether a full disk is behind `exc`; `torch.save` does not say, so the space that is left decides."""
+    if isinstance(exc, OSError) and exc.errno in FULL:
+        return True
+    return "no space left" in str(exc).lower() or shutil.disk_usage(folder).free < 2**20
 
 
 def set_aside(path: Path) -> Path:
@@ -120,25 +127,22 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete the checkpoints that the retention does not keep; returns their steps. The newest always stays."""
+    """Delete the checkpoints that the retention does not keep; returns their steps. The newest always stays.
+
+    Each is renamed first: one that is half deleted when the process dies is no checkpoint any more.
+    """
     found = find(folder)
     newest = {c.step for c in found[-max(keep_last or len(found), 1) :]}
     gone = [c for c in found if c.step not in newest and not (keep_every and c.step % keep_every == 0)]
     for checkpoint in gone:
-        shutil.rmtree(checkpoint.path)
+        dying = checkpoint.path.with_name(f"tmp_{checkpoint.path.name}")
+        checkpoint.path.rename(dying)
+        shutil.rmtree(dying)
     return [c.step for c in gone]
 
 
 def _sync_tree(folder: Path) -> None:
     for root, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(root) / name)
+        sync(Path(root))

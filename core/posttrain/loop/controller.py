@@ -129,6 +129,10 @@ class Controller:
         with self.parts.tracker.span("policy", "train", step=batch.step):
             result = await asyncio.to_thread(self.parts.policy.train_step, batch.rows)
         self.state.optimizer_steps += result.optimizer_steps
+        if result.skipped:
+            self.parts.tracker.note(
+                f"step {batch.step}: an optimizer step was skipped, its gradient was not finite; no weight moved"
+            )
         seconds = time.perf_counter() - began
         self.state.trained_tokens += int(result.metrics.get("tokens/trained", 0))
         return {**result.metrics, **result.seconds, "optimizer_steps": result.optimizer_steps, "time/train_s": seconds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,12 @@ class Parts:
         return LoopState(**saved["state"])
 
     async def close(self) -> None:
-        await self.engine.close()
+        """Close every part, also when one of them fails or hangs; what failed is said, and never hides why the run ended."""
+        timeout = self.config.loop.shutdown_timeout_s
+        for name, close in (("engine", self.engine.close), ("rewards", self.scorer.close)):
+            try:
+                await asyncio.wait_for(close(), timeout)
+            except Exception as exc:
+                self.tracker.note(f"closing the {name} failed: {type(exc).__name__}: {exc} (see logs/)")
         self.plane.close()
-        await self.scorer.close()
         self.ledger.close()

@@ -81,7 +81,7 @@ async def _run(parts: Parts, found: checkpoint.Checkpoint | None) -> int:
         ended = await Controller(parts, state).run()
         return ended.step - (found.step if found else 0)
     finally:
-        await asyncio.wait_for(parts.close(), parts.config.loop.shutdown_timeout_s)
+        await parts.close()
 
 
 def saved_config(run: Path) -> Mapping[str, Any]:
