@@ -75,7 +75,8 @@ class Controller:
         r = self.config.rollout
         sampling = Sampling(r.max_tokens, r.temperature, r.top_p, r.top_k, r.min_p, ignore_eos=r.ignore_eos)
         for _ in range(self.state.step, self.config.rl.steps):
-            cohort = await self._prompts.get()
+            with self.waits.named("a cohort to generate", "prompts loop"):
+                cohort = await self._prompts.get()
             self._move(cohort, "dispatched")
             began = time.perf_counter()
             with self.parts.tracker.span("rollout", "generate and score", step=cohort.step):
@@ -92,7 +93,8 @@ class Controller:
 
     async def _batch_loop(self) -> None:
         for _ in range(self.state.step, self.config.rl.steps):
-            cohort = await self._rollouts.get()
+            with self.waits.named("a cohort to batch", "rollouts loop"):
+                cohort = await self._rollouts.get()
             batch = batches.make_batch(
                 cohort, self.parts.objective, self.parts.packer, discard_tied=self.config.rl.discard_group_zero_advantage
             )
@@ -103,7 +105,8 @@ class Controller:
     async def _train_loop(self) -> None:
         began = time.perf_counter()
         for _ in range(self.state.step, self.config.rl.steps):
-            batch = await self._batches.get()
+            with self.waits.named("a batch to train on", "batches loop"):
+                batch = await self._batches.get()
             metrics = {**batch.metrics, **batch.seconds, **await self._train(batch)}
             metrics |= await self._sync(batch.step)
             self._finish_draws(batch)
@@ -126,7 +129,7 @@ class Controller:
             return {"optimizer_steps": 0, "tokens/trained": 0, "time/train_s": 0.0}
         self.state.uninformative_in_a_row = 0
         began = time.perf_counter()
-        with self.parts.tracker.span("policy", "train", step=batch.step):
+        with self.parts.tracker.span("policy", "train", step=batch.step), self.waits.named("the optimizer steps", "policy"):
             result = await asyncio.to_thread(self.parts.policy.train_step, batch.rows)
         self.state.optimizer_steps += result.optimizer_steps
         if result.skipped:
@@ -140,7 +143,7 @@ class Controller:
     async def _sync(self, version: int) -> dict[str, float]:
         """Publish version `version` and bring the engine to it."""
         began = time.perf_counter()
-        with self.parts.tracker.span("weights", "sync", version=version):
+        with self.parts.tracker.span("weights", "sync", version=version), self.waits.named(f"version {version}", "weight plane"):
             timings = await self.parts.plane.sync(version)
         return {**timings, "time/sync_s": time.perf_counter() - began}
 
@@ -162,7 +165,7 @@ class Controller:
         self.parts.tracker.validation(step, metrics, groups)
 
     async def _checkpoint(self) -> None:
-        with self.parts.tracker.span("loop", "checkpoint", step=self.state.step):
+        with self.parts.tracker.span("loop", "checkpoint", step=self.state.step), self.waits.named("a checkpoint", "disk"):
             await asyncio.to_thread(self.parts.save, self.state)
         c = self.config.checkpoint
         checkpoint.prune(self.parts.run_dir.checkpoints, keep_last=c.keep_last, keep_every=c.keep_every)
@@ -212,4 +215,5 @@ class Controller:
 
     async def _wait_for(self, version: int) -> None:
         async with self._moved:
-            await self._moved.wait_for(lambda: self.advertised >= version)
+            with self.waits.named(f"weights of version {version} to draw prompts", "train loop"):
+                await self._moved.wait_for(lambda: self.advertised >= version)

@@ -6,10 +6,12 @@ completions = await waits.bounded(engine.run(requests), name="completions of ste
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,9 +28,9 @@ class Waits:
 
     async def bounded(self, awaitable: Awaitable[T], *, name: str, owner: str, timeout: float, key: str = "") -> T:
         """Await with a deadline in seconds. Raises WaitExpired naming the owner, the other waits and the key to change."""
-        self.open[name] = (owner, time.monotonic(), timeout)
         try:
-            return await asyncio.wait_for(awaitable, timeout)
+            with self.named(name, owner, timeout):
+                return await asyncio.wait_for(awaitable, timeout)
         except TimeoutError as exc:
             raise WaitExpired(
                 f"waited {timeout:g} s for {name}",
@@ -36,13 +38,24 @@ class Waits:
                 cause=self.graph(),
                 fix=f"see the owner's log under logs/; raise {key or 'the deadline'} if it is only slow",
             ) from exc
+
+    @contextmanager
+    def named(self, name: str, owner: str, timeout: float = math.inf) -> Iterator[None]:
+        """Show a wait in the graph while the block runs; its deadline is somebody else's (the owner's own waits have one)."""
+        self.open[name] = (owner, time.monotonic(), timeout)
+        try:
+            yield
         finally:
             self.open.pop(name, None)
+
+    def ranked(self) -> list[tuple[str, tuple[str, float, float]]]:
+        """The open waits, those with a deadline first: they are what the others wait for."""
+        return sorted(self.open.items(), key=lambda item: item[1][2])
 
     def graph(self) -> str:
         """Who waits for whom, one line each, with the stacks of this process's threads."""
         now = time.monotonic()
-        lines = [f"{name} ← {owner}, {now - since:.1f} of {limit:g} s" for name, (owner, since, limit) in self.open.items()]
+        lines = [f"{name} ← {owner}, {now - since:.1f} of {limit:g} s" for name, (owner, since, limit) in self.ranked()]
         for ident, frame in sys._current_frames().items():
             last = traceback.extract_stack(frame)[-1]
             lines.append(f"thread {ident}: {last.name} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})")
