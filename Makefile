@@ -40,6 +40,7 @@ integration: setup
 bench: setup
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	@for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@echo "== SmolLM2-135M, about half an hour"; $(BIN)/python tests/benchmarks/bench_step.py --model smollm2
 
 docs: setup
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs site

@@ -34,6 +34,7 @@ PROMPTS = [
     "What is the difference between a lake and a sea?",
     "Tell me how a bicycle stays upright.",
 ]
+PHASES = ("step_s", "generate_s", "rollout_s", "forward_backward_s", "optimizer_s", "train_s", "sync_s")
 MODELS = {"tiny": "posttrain_experiments.tiny:build", "smollm2": "posttrain_experiments.smollm2_weights:build"}
 
 
@@ -73,10 +74,10 @@ def ours(model: str, engine: str, steps: int, threads: int, root: Path) -> dict[
     )
     rows = read_metrics(done.run)[1:]
     assert all(row["tokens/trained"] == 64 * TOKENS for row in rows), "a completion stopped early"
-    phases = ("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "time/forward_backward_s", "time/optimizer_s")
-    medians = {name.removeprefix("time/"): statistics.median(row[name] for row in rows) for name in phases}
-    named = medians["rollout_s"] + medians["forward_backward_s"] + medians["optimizer_s"] + medians["sync_s"]
-    return {**medians, "overhead_share": 1 - named / medians["step_s"]}
+    medians = {name: statistics.median(row[f"time/{name}"] for row in rows) for name in PHASES}
+    work = ("time/generate_s", "time/forward_backward_s", "time/optimizer_s")
+    shares = [1 - sum(row[name] for name in work) / row["time/step_s"] for row in rows]
+    return {**medians, "overhead_share": statistics.median(shares)}
 
 
 def model_path(model: str, root: Path) -> str:
@@ -86,8 +87,9 @@ def model_path(model: str, root: Path) -> str:
     return model_folder(ModelConfig(name_or_path=model, factory=MODELS[model]), root)
 
 
-def theirs(path: str, steps: int) -> list[dict[str, Any]]:
-    command = [sys.executable, str(Path(__file__).with_name("trl_step.py")), "--model", path, "--steps", str(steps), "--chat"]
+def theirs(path: str, steps: int, threads: int) -> list[dict[str, Any]]:
+    script = str(Path(__file__).with_name("trl_step.py"))
+    command = [sys.executable, script, "--model", path, "--steps", str(steps), "--threads", str(threads), "--chat"]
     out = subprocess.run(command, capture_output=True, text=True, check=False)
     if out.returncode:
         raise SystemExit(f"TRL failed:\n{out.stderr[-2000:]}")
@@ -98,26 +100,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="tiny")
     parser.add_argument("--engines", nargs="+", default=None)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=None, help="default: 20 for the tiny model, 5 for SmolLM2")
     parser.add_argument("--threads", type=int, nargs="+", default=None)
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())
     path = model_path(args.model, root)
     engines = args.engines or (["hf"] if args.model == "tiny" else ["vllm", "hf"])
-    best = float("inf")
-    for engine in engines:
-        for threads in args.threads or ([1, 2] if args.model == "tiny" else [2]):
-            got = ours(args.model, engine, args.steps * (4 if args.model == "tiny" else 1), threads, root)
-            best = min(best, got["step_s"])
+    steps = args.steps or (20 if args.model == "tiny" else 5)
+    mine, other = [], []
+    for threads in args.threads or ([1, 2] if args.model == "tiny" else [2]):
+        for engine in engines:
+            got = ours(args.model, engine, steps, threads, root)
+            mine.append(got["step_s"])
             print(f"posttrain {engine} threads={threads}: " + "  ".join(f"{k} {v:.3f}" for k, v in got.items()), flush=True)
-    if find_spec("trl") is None:
-        print("TRL is not installed (requirements/bench.txt): only our side was timed")
-        return
-    results = theirs(path, args.steps)
-    for result in results:
-        print(f"TRL micro={result['micro']}: step_s {result['median_s']:.3f}", flush=True)
-    other = min(result["median_s"] for result in results)
-    print(f"ratio: {best:.3f} s / {other:.3f} s = {best / other:.2f}")
+        if find_spec("trl") is None:
+            print("TRL is not installed (requirements/bench.txt): only our side was timed")
+            continue
+        for result in theirs(path, steps, threads):
+            other.append(result["median_s"])
+            print(f"TRL micro={result['micro']} threads={threads}: step_s {result['median_s']:.3f}", flush=True)
+    if other:
+        print(f"ratio of the best: {min(mine):.3f} s / {min(other):.3f} s = {min(mine) / min(other):.2f}")
 
 
 if __name__ == "__main__":

@@ -70,8 +70,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--micro", type=int, nargs="+", default=[8, 16, 64])
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     for size in arguments.micro:
         print(json.dumps(measure(arguments.model, size, arguments.steps, arguments.chat)), flush=True)
