@@ -35,7 +35,13 @@ TOY = "experiment=toy_grpo"
         (["rl.min_informative_groups=2"], ["rl.min_informative_groups: not available yet", "rl.discard_group_zero_advantage"]),
         (["rl.min_informative_groups_frac=0.5"], ["rl.min_informative_groups_frac: not available yet"]),
         (["evals=[{name: toy}]"], ["evals: not available yet", "validation"]),
-        (["loop.commit_order=arrival"], ["loop.commit_order: arrival needs an engine that takes updates in flight"]),
+        (["rl.dynamic_sampling_max_extra_rollouts=3"], ["rl.dynamic_sampling_max_extra_rollouts: not available yet"]),
+        (["rl.dynamic_sampling_on_budget_exhausted=proceed"], ["not available yet", "budget_exhausted=raise"]),
+        (["rollout.max_off_policy_steps=4"], ["rollout.max_off_policy_steps: not available yet", "strictly on-policy"]),
+        (["grid.gpu_placement=disaggregated"], ["grid.gpu_placement: not available yet", "set grid.gpu_placement=colocated"]),
+        (["loop.commit_order=arrival"], ["loop.commit_order: not available yet", "whole cohort", "set loop.commit_order=auto"]),
+        (["loop.commit_order=arrival", "rollout.engine=vllm"], ["loop.commit_order: not available yet"]),
+        (["model.attn_implementation=eager"], ["model.attn_implementation: eager would not run", "rl.shared_prefix=false"]),
         (["weights.transport=inproc", "rollout.engine=vllm"], ["weights.transport: inproc copies within one process"]),
         (["grid.dp_shard=2"], ["grid.dp_shard: dp_replicate * dp_shard = 2 under grid.backend=local"]),
         (["environments=[{name: toy}, {name: toy}]"], ["environments[1]: repeats 'toy' with the same options"]),
@@ -73,6 +79,25 @@ def test_a_rule_waits_until_its_keys_are_readable() -> None:
 def test_two_ways_to_write_the_same_count() -> None:
     with pytest.raises(ConfigError, match="both are set"):
         load_config([TOY, "rl.min_informative_groups=2", "rl.min_informative_groups_frac=0.5"])
+
+
+def test_each_absent_feature_is_told_on_its_own() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([TOY, "loop.commit_order=sideways", "rl.routing_replay=rollout", "grid.gpu_placement=disaggregated"])
+    assert str(caught.value).count("not available yet") == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loop.commit_order=logical", "rollout.engine=vllm"],
+        ["rollout.max_off_policy_steps=8"],
+        ["rl.dynamic_sampling_on_budget_exhausted=raise"],
+        ["model.attn_implementation=eager", "rl.shared_prefix=false"],
+    ],
+)
+def test_what_changes_nothing_or_works_is_accepted(overrides) -> None:
+    load_config([TOY, *overrides])
 
 
 def test_two_environments_of_one_name_with_different_options_are_fine() -> None:

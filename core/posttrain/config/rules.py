@@ -7,6 +7,7 @@ A rule names the keys that it reads; it is skipped when one of them has a proble
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import TypeAlias
 
 from posttrain.config.bounds import check_bounds
@@ -123,35 +124,30 @@ def _transport(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _order(config: RunConfig) -> Iterator[Problem]:
-    if config.loop.commit_order == "arrival" and config.rollout.engine == "hf":
+def _attention(config: RunConfig) -> Iterator[Problem]:
+    chosen = config.model.attn_implementation
+    if config.rl.shared_prefix and chosen != "sdpa":
         yield Problem(
-            "loop.commit_order",
-            "arrival needs an engine that takes updates in flight, and hf generates cohort by cohort",
-            "set loop.commit_order=logical (or auto), or rollout.engine=vllm",
+            "model.attn_implementation",
+            f"{chosen} would not run: rl.shared_prefix=true brings its own attention",
+            "set rl.shared_prefix=false, or model.attn_implementation=sdpa",
         )
 
 
-def _absent_features(config: RunConfig) -> Iterator[Problem]:
-    """Keys whose feature is not there yet: valid, and refused with the reason."""
-    rl, later = config.rl, "not available yet: "
-    dynamic = "min_informative_groups" if rl.min_informative_groups else "min_informative_groups_frac"
-    absent = [
-        (rl.routing_replay != "off", "rl.routing_replay", "no engine here returns its expert routing", "off"),
-        (config.grid.backend == "ray", "grid.backend", "roles run in this process and engines on this machine", "local"),
-        (config.rollout.max_async_rollout > 0, "rollout.max_async_rollout", "batches are generated strictly on-policy", "0"),
-        (
-            bool(rl.min_informative_groups) or rl.min_informative_groups_frac is not None,
-            f"rl.{dynamic}",
-            "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out",
-            "0" if rl.min_informative_groups else "null",
-        ),
-        (bool(config.evals), "evals", "held-out rewards come from validation.* only", "[]"),
-    ]
-    for used, path, reason, off in absent:
-        if used:
-            yield Problem(path, f"{later}{reason}", f"set {path}={off}")
+def _not_yet(path: str, reason: str, *works: object) -> tuple[tuple[str, ...], Rule]:
+    """A key whose feature is not there yet: valid, and every value but the default and `works` is refused with the reason."""
+    read = attrgetter(path)
+    default = read(RunConfig())
+    typed = {None: "null", (): "[]"}.get(default, default)
 
+    def rule(config: RunConfig) -> Iterator[Problem]:
+        if read(config) not in (default, *works):
+            yield Problem(path, f"not available yet: {reason}", f"set {path}={typed}")
+
+    return (path,), rule
+
+
+_NO_REFILL = "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out"
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model.name_or_path", "model.factory"), _model),
@@ -163,7 +159,17 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("rl.min_informative_groups", "rl.min_informative_groups_frac"), _dynamic_sampling),
     (("rl.lr_scheduler", "rl.steps", "rl.batch_per_replica", "rl.mini_batch_per_replica"), _optimizer),
     (("weights.transport", "rollout.engine"), _transport),
-    (("loop.commit_order", "rollout.engine"), _order),
-    (("rl.routing_replay", "grid.backend", "rollout.max_async_rollout", "rl.min_informative_groups", "evals"), _absent_features),
+    (("model.attn_implementation", "rl.shared_prefix"), _attention),
+    _not_yet("rl.routing_replay", "no engine here returns its expert routing"),
+    _not_yet("rl.min_informative_groups", _NO_REFILL),
+    _not_yet("rl.min_informative_groups_frac", _NO_REFILL),
+    _not_yet("rl.dynamic_sampling_max_extra_rollouts", _NO_REFILL),
+    _not_yet("rl.dynamic_sampling_on_budget_exhausted", _NO_REFILL),
+    _not_yet("rollout.max_async_rollout", "batches are generated strictly on-policy"),
+    _not_yet("rollout.max_off_policy_steps", "no trajectory grows old: batches are generated strictly on-policy"),
+    _not_yet("loop.commit_order", "every batch is a whole cohort, in the order of its draws", "logical"),
+    _not_yet("grid.backend", "roles run in this process and engines on this machine"),
+    _not_yet("grid.gpu_placement", "all roles are on this machine and share its devices"),
+    _not_yet("evals", "held-out rewards come from validation.* only"),
 )
 """Each rule with the keys that it reads."""

@@ -29,7 +29,7 @@ class ModelConfig:
     factory: str | None = None  # dotted path of a function (out: Path, **kwargs) that writes a Hugging Face folder
     factory_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the factory
     chat_template: str | None = None  # a Jinja chat template, or the path of a file that holds one
-    attn_implementation: str = "sdpa"  # attention of the policy's forward
+    attn_implementation: str = "sdpa"  # attention of the policy's forward; another needs rl.shared_prefix=false
     trust_remote_code: bool = False  # run code that the model folder brings
 
 
@@ -103,7 +103,7 @@ class RolloutConfig:
     tensor_parallel_size: int = 1  # ranks of one engine
     base_port: int = 8100  # first port of engine servers
     max_async_rollout: int = 0  # batch steps that rollouts may run ahead; 0: strictly on-policy
-    max_off_policy_steps: int = 8  # in-flight trajectories older than this are aborted
+    max_off_policy_steps: int = 8  # batch steps after which a trajectory in flight is aborted (not yet)
     start_timeout_s: float = 300.0  # deadline of an engine's start
     generate_timeout_s: float = 1800.0  # deadline of one batch of completions
     reward_timeout_s: float = 30.0  # deadline of one reward
@@ -121,7 +121,7 @@ class GridConfig:
     backend: Literal["local", "ray"] = "local"  # who hosts the roles
     shapes: ShapesConfig = field(default_factory=ShapesConfig)
     ranks: int = 1  # rank width when shapes are not given
-    gpu_placement: Literal["colocated", "disaggregated"] = "colocated"  # whether roles share devices
+    gpu_placement: Literal["colocated", "disaggregated"] = "colocated"  # whether roles share devices (disaggregated: not yet)
     dp_replicate: int = 1  # HSDP replicas inside the policy's ranks
     dp_shard: int = 1  # FSDP shards inside the policy's ranks
     threads: int = 0  # torch threads of this process; 0: the machine's cores
@@ -162,7 +162,7 @@ class WeightsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    commit_order: Literal["auto", "logical", "arrival"] = "auto"  # auto: logical on hf, arrival on vllm
+    commit_order: Literal["auto", "logical", "arrival"] = "auto"  # auto: logical, cohort by cohort (arrival: not yet)
     shutdown_timeout_s: float = 60.0  # deadline of closing engines and workers
 
 

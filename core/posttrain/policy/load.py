@@ -75,7 +75,8 @@ def explain_failure(path: str, config: dict[str, Any], exc: Exception) -> Except
     if "trust_remote_code" in text:
         return ConfigError(f"{name} brings its own code", cause=cause, fix="read it, then set model.trust_remote_code=true")
     if "attn_implementation" in text or "does not support an attention" in text:
-        return ConfigError(f"{name} cannot run with this attention", cause=cause, fix="set model.attn_implementation=eager")
+        fix = "set model.attn_implementation=eager rl.shared_prefix=false"
+        return ConfigError(f"{name} cannot run with this attention", cause=cause, fix=fix)
     if isinstance(exc, ImportError):
         return start_error(f"{name} needs a package that is not installed", "architecture", "install the package named above")
     newer = made_with and _numbers(made_with) > _numbers(here)
