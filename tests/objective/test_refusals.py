@@ -88,12 +88,17 @@ def test_several_optimizer_steps_of_preferences_and_own_ratios() -> None:
         build_objective(name, n_mini=4)
 
 
-@pytest.mark.parametrize("name", TOKEN)
+@pytest.mark.parametrize("name", [*TOKEN, "dpo"])
 def test_groups_of_one_teach_nothing(name: str) -> None:
     assert only(name, group_size=1) == "group_size"
     assert only(name, group_size=0) == "group_size"
     build_objective(name, group_size=2)
     build_objective(name, group_size=None)
+
+
+def test_one_completion_is_no_pair() -> None:
+    assert "no pair to learn from" in problems("dpo", group_size=1)[0].what
+    assert "every advantage is 0" in problems("grpo", group_size=1)[0].what
 
 
 def test_dual_clip_needs_a_clip_above_one() -> None:

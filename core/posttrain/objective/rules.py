@@ -30,9 +30,10 @@ def _run(name: str, cls: type[Algorithm], options: Options, context: Context) ->
     if context.group_size is not None and context.group_size < 1:
         yield Problem("group_size", f"{context.group_size} is out of bounds", "set rl.group_size to 2 or more")
     elif context.group_size == 1 and cls.needs_groups:
+        nothing = "there is no pair to learn from" if issubclass(cls, PreferenceAlgorithm) else "every advantage is 0"
         yield Problem(
             "group_size",
-            f"1 with {name}: without other completions of the prompt every advantage is 0",
+            f"1 with {name}: without other completions of the prompt {nothing}",
             "set rl.group_size to 2 or more",
         )
     if context.n_mini < 1:

@@ -33,6 +33,7 @@ class DPO(PreferenceAlgorithm):
     """DPO: learns from pairs of a chosen and a rejected completion."""
 
     api = 1
+    needs_groups = True
 
     @dataclass(frozen=True, kw_only=True)
     class Options(objective.Options):
