@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.data.hub import eos_token_ids
-from posttrain.data.packer import init_data_packer, load_packer, read_chat_template, require_packer
+from posttrain.data.packer import engine_input, init_data_packer, load_packer, read_chat_template, require_packer
 from posttrain.errors import EngineStartError, PackerError, PosttrainError
 from posttrain.types import Trajectory
 from posttrain_datapackers.decoder_only import DecoderOnlyPacker
@@ -124,7 +124,27 @@ def test_e13_fires_for_a_doubled_or_missing_bos_and_not_for_having_one(tmp_path:
     with pytest.raises(PackerError, match="packer tokenizer adds special tokens"):
         missing.special_tokens.check_text()
     with pytest.raises(PackerError, match="twice"):
-        harmless.special_tokens.check_ending([5, EOS, EOS], [EOS])
+        harmless.special_tokens.check_ending([5, 1, 1])  # 1 is the id that this model's config.json stops at
+
+
+def test_the_guard_holds_for_every_packer(tmp_path: Path) -> None:
+    class Careless(DecoderOnlyPacker):
+        """A packer of somebody else's that checks nothing; ids are returned as they are asked for."""
+
+        def get_rollout_input(self, prompt: Any) -> dict[str, Any]:
+            return {"prompt_ids": prompt}
+
+    plain, adding = Careless(), Careless()
+    plain.setup(write_model(tmp_path / "a", toy_tokenizer()))
+    adding.setup(write_model(tmp_path / "b", toy_tokenizer(bos=True)))
+    assert engine_input(adding, [BOS, 4])["prompt_ids"] == [BOS, 4] and engine_input(plain, [4])["prompt_ids"] == [4]
+    for prompt, cause in (([BOS, BOS, 4], "twice"), ([4], "miss"), ("hi", "text handed to an engine")):
+        with pytest.raises(PackerError, match="packer tokenizer adds special tokens") as caught:
+            engine_input(adding, prompt)
+        assert cause in caught.value.cause and caught.value.code == "E13"
+    for prompt in ("hi", [], None):
+        with pytest.raises(PackerError, match="Careless.get_rollout_input returned no ids"):
+            engine_input(plain, prompt)
 
 
 def test_no_chat_template_names_the_key_and_a_file_supplies_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import pytest
 
 from posttrain.data.dataset import Draw
+from posttrain.data.special_tokens import SpecialTokens
 from posttrain.errors import PackerError
 from posttrain.loop.batches import cohort_metrics, make_batch, make_row
 from posttrain.loop.cohort import Cohort
@@ -9,7 +10,9 @@ from posttrain.types import Group, Trajectory
 
 
 class PlainPacker:
-    """Prompt and completion end to end; what every decoder-only packer does."""
+    """Prompt and completion end to end; what every decoder-only packer does. Its tokenizer writes BOS 7, its model stops at 9."""
+
+    special_tokens = SpecialTokens(prefix=(7,), stop=(9,))
 
     def get_policy_input(self, trajectory):
         return {
@@ -102,6 +105,27 @@ def test_a_mask_shifted_by_one_is_refused_in_words():
     with pytest.raises(PackerError, match="ShiftedPacker.get_policy_input changed the trajectory") as caught:
         make_row(trajectory("a", 0, 1.0), ShiftedPacker(), 0.0, 0.0)
     assert "about token t itself" in str(caught.value)
+
+
+@pytest.mark.parametrize(("prompt", "cause"), [([7, 7, 8], "twice"), ([8], "miss")])
+def test_a_bos_that_is_doubled_or_missing_in_a_row_is_caught(prompt, cause):
+    class Prefixing(PlainPacker):
+        def get_policy_input(self, trajectory):
+            ids = prompt + trajectory.token_ids
+            return {"input_ids": ids, "mask": [False] * len(prompt) + trajectory.mask}
+
+    with pytest.raises(PackerError, match="packer tokenizer adds special tokens") as caught:
+        make_row(trajectory("a", 0, 1.0), Prefixing(), 0.0, 0.0)
+    assert cause in caught.value.cause and caught.value.code == "E13"
+
+
+def test_a_doubled_stop_token_is_caught_unless_the_completion_ran_on():
+    doubled = Trajectory([7, 8], [5, 9, 9], [True] * 3, [-0.5] * 3, [0] * 3, "stop", 1.0)
+    with pytest.raises(PackerError, match="packer tokenizer adds special tokens") as caught:
+        make_row(doubled, PlainPacker(), 0.0, 0.0)
+    assert "stop token 9 twice" in caught.value.cause
+    doubled.finish_reason = "length"  # rollout.ignore_eos
+    assert make_row(doubled, PlainPacker(), 0.0, 0.0).input_ids == [7, 8, 5, 9, 9]
 
 
 def test_metrics_are_over_everything_generated():

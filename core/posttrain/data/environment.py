@@ -98,10 +98,15 @@ class Environment(ABC):
 def episode(env: Environment, task: Mapping[str, Any], completion: str, *, seed: int = 0) -> EpisodeState:
     """The state of a single-turn episode that was answered with `completion`."""
     prompt = env.format_prompt(task)
-    asked: list[Message] = [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc, arg-type]
+    messages: list[Message] = [*as_messages(prompt), {"role": "assistant", "content": completion}]
+    return EpisodeState(task, prompt, messages, completion, seed=seed)
+
+
+def as_messages(prompt: Prompt) -> list[Message]:
+    """The conversation that a prompt opens: its own messages, a text as the user's, none for ids."""
     if isinstance(prompt, str):
-        asked = [{"role": "user", "content": prompt}]
-    return EpisodeState(task, prompt, [*asked, {"role": "assistant", "content": completion}], completion, seed=seed)
+        return [{"role": "user", "content": prompt}]
+    return [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc, arg-type]
 
 
 def is_messages(prompt: object) -> bool:

@@ -38,7 +38,7 @@ class DataPacker(ABC):
 
     tokenizer        of the model, None before `setup`
     name_or_path     the model that the packer was set up for, "" before
-    special_tokens   what the tokenizer puts around a plain text, and the checks that follow from it
+    special_tokens   what the tokenizer puts around a plain text, what ends a completion, and the checks that follow from it
     """
 
     api: ClassVar[int] = 1
@@ -68,7 +68,7 @@ class DataPacker(ABC):
         if chat_template is not None:
             tokenizer.chat_template = read_chat_template(chat_template)
         self.name_or_path, self.tokenizer = name_or_path, tokenizer
-        self.special_tokens = SpecialTokens.probe(tokenizer)
+        self.special_tokens = SpecialTokens.probe(tokenizer, eos_token_ids(name_or_path))
         return self
 
     @abstractmethod
@@ -178,6 +178,26 @@ def load_packer(ref: str | Callable[[], DataPacker]) -> DataPacker:
             where="rl.data.packer",
         ) from exc
     return packer
+
+
+def engine_input(packer: DataPacker, prompt: Prompt) -> dict[str, Any]:
+    """`get_rollout_input` of any packer, behind the special-token guard: `prompt_ids` are ids, their BOS once.
+
+    Raises E13, also for text whose tokens the tokenizer would add to, and PackerError for what else is not ids.
+    """
+    item = dict(packer.get_rollout_input(prompt))
+    ids = item.get("prompt_ids")
+    if isinstance(ids, str):
+        packer.special_tokens.check_text()
+    if isinstance(ids, str) or ids is None or len(ids) == 0:
+        raise PackerError(
+            f"{type(packer).__name__}.get_rollout_input returned no ids but {'nothing' if ids is None else repr(ids)[:60]}",
+            cause="an engine takes token ids, never text",
+            fix='return {"prompt_ids": [...]}, a non-empty list of int',
+            anchor="howto/custom-datapacker.md#the-methods",
+        )
+    packer.special_tokens.check(ids)
+    return item
 
 
 def require_packer(packer: DataPacker | None, owner: str) -> DataPacker:

@@ -17,19 +17,20 @@ _PROBE = "a"
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What a tokenizer puts around a plain text: ids before it (BOS) and after it (EOS)."""
+    """What a tokenizer puts around a plain text, ids before it (BOS) and after it (EOS), and the ids that `stop` a completion."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    stop: tuple[int, ...] = ()
 
     @classmethod
-    def probe(cls, tokenizer: Any) -> SpecialTokens:
+    def probe(cls, tokenizer: Any, stop: Sequence[int] = ()) -> SpecialTokens:
         bare = list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
         full = list(tokenizer(_PROBE)["input_ids"])
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
-                return cls(tuple(full[:start]), tuple(full[start + len(bare) :]))
-        return cls()
+                return cls(tuple(full[:start]), tuple(full[start + len(bare) :]), tuple(stop))
+        return cls(stop=tuple(stop))
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
         """The ids of a plain-text prompt: the prefix once (also when the text spells it), never the suffix.
@@ -50,9 +51,9 @@ class SpecialTokens:
         if tuple(ids[n : 2 * n]) == self.prefix:
             raise error("E13", reason=f"the leading {list(self.prefix)} is there twice: the ids begin {list(ids[:4])}")
 
-    def check_ending(self, ids: Sequence[int], eos_token_ids: Sequence[int]) -> None:
-        """Raise E13 when a finished completion ends with its stop token twice."""
-        if len(ids) > 1 and ids[-1] in eos_token_ids and ids[-2] == ids[-1]:
+    def check_ending(self, ids: Sequence[int]) -> None:
+        """Raise E13 when a completion that stopped ends with its stop token twice."""
+        if len(ids) > 1 and ids[-1] in self.stop and ids[-2] == ids[-1]:
             raise error("E13", reason=f"the completion ends with the stop token {ids[-1]} twice")
 
     def check_text(self) -> None:

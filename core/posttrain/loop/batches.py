@@ -63,7 +63,10 @@ def make_row(
     pair: int | None = None,
     chosen: bool | None = None,
 ) -> Row:
-    """One row of the policy's input: ids and mask from the packer, the rest from the trajectory, aligned to the token."""
+    """One row of the policy's input: ids and mask from the packer, the rest from the trajectory, aligned to the token.
+
+    Raises PackerError when they are not, and E13 for a BOS or EOS that is doubled or missing.
+    """
     item = packer.get_policy_input(trajectory)
     ids, mask = [int(i) for i in item["input_ids"]], [bool(m) for m in item["mask"]]
     prompt = len(ids) - len(trajectory.token_ids)
@@ -74,6 +77,9 @@ def make_row(
             fix="return prompt_ids + token_ids and [False] * len(prompt_ids) + mask",
             anchor="howto/custom-datapacker.md#masks",
         )
+    packer.special_tokens.check(ids)
+    if trajectory.finish_reason == "stop":
+        packer.special_tokens.check_ending(ids)
     return Row(
         input_ids=ids,
         mask=mask,

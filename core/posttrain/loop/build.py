@@ -135,11 +135,13 @@ def build_packer(config: RunConfig, path: str) -> DataPacker:
 
 def probe_prompts(packer: DataPacker, environments: Mapping[str, Environment]) -> list[list[int]]:
     """What the canary scores: the first held-out prompts, cut short. On random ids a half-precision kernel is only noise."""
+    from posttrain.data.packer import engine_input
+
     prompts = []
     for env in environments.values():
         rows = env.dataset("test")
         for position in range(min(4, len(rows))):
-            ids = packer.get_rollout_input(env.format_prompt(rows[position]))["prompt_ids"]
+            ids = engine_input(packer, env.format_prompt(rows[position]))["prompt_ids"]
             prompts.append(list(ids[:PROBE_TOKENS]))
     return [ids for ids in prompts if len(ids) > 1]
 

@@ -11,22 +11,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.dataset import Draw
-from posttrain.data.environment import EpisodeState, is_messages
+from posttrain.data.environment import EpisodeState, as_messages
+from posttrain.data.packer import engine_input, require_packer
 from posttrain.data.seeds import derive_seed
 from posttrain.errors import DataError, RunAborted
 from posttrain.types import Group, Request, Reward, Sampling, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from posttrain.data.environment import Environment
+    from posttrain.data.environment import Environment, Prompt
     from posttrain.data.packer import DataPacker
     from posttrain.rollout.engine import Engine
     from posttrain.rollout.scoring import Scorer
-    from posttrain.types import Completion, Message
+    from posttrain.types import Completion
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """Generates and scores. `environments` by the name that draws carry; `max_model_len` in tokens."""
+    """Generates and scores. `environments` by the name that draws carry; `max_model_len` in tokens. Without a packer: E12."""
 
     engine: Engine
     packer: DataPacker
@@ -34,6 +35,9 @@ class Rollouts:
     scorer: Scorer
     max_model_len: int
     seed: int
+
+    def __post_init__(self) -> None:
+        require_packer(self.packer, type(self).__name__)
 
     async def run(self, draws: Sequence[Draw], *, n: int, sampling: Sampling, purpose: str = "sample") -> list[Group]:
         """`n` scored trajectories of each draw, in draw order. A sample that the engine lost is an error, never a short group."""
@@ -61,10 +65,9 @@ class Rollouts:
         return [Group(d.group_id, d.task, [slots[d.group_id, i].result() for i in range(n)]) for d in draws]
 
     def _prompt(self, draw: Draw) -> dict[str, Any]:
-        """The engine's input for a draw, with the messages it was made of (none when the environment gives ids or text)."""
-        prompt = self.environments[draw.env].format_prompt(draw.task)
-        messages: list[Message] = [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc, arg-type]
-        item = dict(self.packer.get_rollout_input(prompt))
+        """The engine's input for a draw, with the prompt it was made of and the messages that it opens."""
+        prompt = ask(self.environments[draw.env], draw)
+        item = engine_input(self.packer, prompt)
         room = self.max_model_len - len(item["prompt_ids"])
         if room < 1:
             raise DataError(
@@ -72,7 +75,7 @@ class Rollouts:
                 cause=f"rollout.max_model_len={self.max_model_len} leaves no room for a completion",
                 fix="raise rollout.max_model_len, or filter long prompts from the dataset",
             )
-        return {**item, "messages": messages, "room": room}
+        return {**item, "prompt": prompt, "messages": as_messages(prompt), "room": room}
 
     def _request(self, draw: Draw, item: dict[str, Any], n: int, sampling: Sampling, purpose: str) -> Request:
         seed = derive_seed(self.seed, purpose, draw.index, draw.row_id)
@@ -99,7 +102,7 @@ class Rollouts:
         else:
             state = EpisodeState(
                 task=draw.task,
-                prompt=item["messages"],
+                prompt=item["prompt"],
                 messages=list(trajectory.messages),
                 completion=text,
                 trajectory=trajectory,
@@ -110,3 +113,16 @@ class Rollouts:
         trajectory.reward_parts = dict(reward.parts)
         trajectory.info.update(reward.info)
         return trajectory
+
+
+def ask(env: Environment, draw: Draw) -> Prompt:
+    """What the environment asks about a row. Raises DataError naming the row when it cannot."""
+    try:
+        return env.format_prompt(draw.task)
+    except Exception as exc:
+        raise DataError(
+            f"environment {draw.env!r} cannot ask about row {draw.row_id!r}",
+            cause=f"format_prompt raised {type(exc).__name__}: {exc}",
+            fix="give the row what format_prompt reads, or correct format_prompt",
+            code="unaskable-row",
+        ) from exc
