@@ -87,7 +87,10 @@ class Environment(ABC):
         return task["prompt"]  # type: ignore[no-any-return]
 
     def env_response(self, state: EpisodeState) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """The environment's answer to the model's last turn; None ends the episode. Default: a single turn."""
+        """The environment's answer to the model's last turn; None ends the episode. Default: a single turn.
+
+        Runs refuse an environment that overrides this: they do not drive several turns yet.
+        """
         return None
 
     @abstractmethod

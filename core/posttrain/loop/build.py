@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from posttrain import plugins
+from posttrain.errors import ConfigError
 from posttrain.loop.ledger import Ledger
 from posttrain.loop.model_folder import model_folder
 from posttrain.loop.parts import Parts
@@ -113,13 +114,22 @@ def build_run_objective(config: RunConfig) -> Objective:
 
 
 def build_environments(config: RunConfig) -> dict[str, Environment]:
-    """The environments by name; a second entry of the same environment is called `name#2`."""
+    """The environments by name; a second of the same name is called `name#2`. Raises ConfigError for several turns."""
+    from posttrain.data.environment import Environment
+
     out: dict[str, Environment] = {}
     for position, entry in enumerate(config.environments):
         name, number = entry.name, 2
         while name in out:
             name, number = f"{entry.name}#{number}", number + 1
-        out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
+        env = out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
+        if type(env).env_response is not Environment.env_response:
+            raise ConfigError(
+                f"environment {entry.name!r} answers the model: multi-turn episodes are not driven yet",
+                cause=f"{type(env).__name__} overrides env_response, and a run would train on the first turn alone",
+                fix="choose a single-turn environment, or remove env_response and score one turn",
+                where=f"environments[{position}].name",
+            )
     return out
 
 
