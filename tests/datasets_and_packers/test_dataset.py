@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.config.schema import DataConfig, EnvironmentConfig, Plugin, RLConfig, RunConfig
-from posttrain.data.dataset import PromptSampler, Source, build_sampler, fingerprint
+from posttrain.config.schema import DataConfig, EnvironmentConfig, GridConfig, Plugin, RLConfig, RunConfig, ShapesConfig
+from posttrain.data.dataset import PromptSampler, Source, build_sampler, check_size, fingerprint
 from posttrain.data.environment import Environment, RowDataset, Rows
 from posttrain.data.seeds import derive_seed
 from posttrain.errors import ConfigError, DataError
@@ -44,6 +45,18 @@ def test_build_sampler_reads_the_environment_or_the_user_s_factory(tmp_path: Pat
             build_sampler(config(factory=f"user_rows:{name}"), one)
     with pytest.raises(ConfigError, match="one environment, and there are 2"):
         build_sampler(config("letters", "other", factory="user_rows:make"), {**one, "other": Letters()})
+
+
+def test_e6_fewer_rows_than_data_cells() -> None:
+    four = [Source("a", [{"id": "1"}]), Source("b", [{"id": str(i)} for i in range(3)])]
+    with pytest.raises(DataError) as caught:
+        check_size(four, world=8)
+    assert caught.value.message == "dataset has 4 item(s) but world_size=8" and caught.value.code == "E6"
+    check_size(four, world=4)
+    wide = config()
+    for grid in (GridConfig(shapes=ShapesConfig(rollout=(8, 1))), GridConfig(dp_replicate=4, dp_shard=2)):
+        with pytest.raises(DataError, match="dataset has 6 item.s. but world_size=8"):
+            build_sampler(replace(wide, grid=grid), {"letters": Letters()})
 
 
 def test_a_row_that_cannot_be_read_is_named() -> None:

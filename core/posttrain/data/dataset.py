@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from posttrain.data.seeds import derive_seed
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import ConfigError, DataError, error
 from posttrain.plugins.resolution import import_target, target_of
 
 if TYPE_CHECKING:
@@ -172,8 +172,10 @@ def fingerprint(rows: RowDataset) -> str:
 
 
 def build_sampler(config: RunConfig, environments: Mapping[str, Environment]) -> PromptSampler:
-    """The sampler of a run. `environments` in the order of the config. Raises DataError and ConfigError."""
-    data = config.rl.data
+    """The sampler of a run. `environments` in the order of the config. Raises DataError (E6 among them) and ConfigError."""
+    from posttrain.placement.grid import resolve_grid
+
+    data, grid = config.rl.data, resolve_grid(config.grid)
     weights = [entry.weight for entry in config.environments]
     sources = [
         Source(name, env.dataset("train"), weight) for (name, env), weight in zip(environments.items(), weights, strict=True)
@@ -188,7 +190,16 @@ def build_sampler(config: RunConfig, environments: Mapping[str, Environment]) ->
         sources = [Source(sources[0].env, rows_of(data.factory, data.factory_kwargs), 1.0)]
     batch = config.rl.batch_per_replica // config.rl.group_size
     _refuse_repeated_ids(sources)
-    return PromptSampler(sources, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last, batch=batch)
+    sampler = PromptSampler(sources, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last, batch=batch)
+    check_size(sources, world=max(grid.rollout[0], grid.dp_world))
+    return sampler
+
+
+def check_size(sources: Sequence[Source], world: int) -> None:
+    """Raise E6 when there are fewer rows than data cells, the parts that a batch is dealt to."""
+    items = sum(len(source.rows) for source in sources)
+    if items < world:
+        raise error("E6", items=items, world=world)
 
 
 def rows_of(factory: str, kwargs: Mapping[str, Any]) -> RowDataset:
