@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Cohort:
-    """The draws of one batch step and, once generated and scored, their groups in draw order."""
+    """The draws of one batch step and, once generated and scored, their groups in draw order.
+
+    seconds      of generation and scoring      generate_s   of generation alone
+    """
 
     step: int
     draws: list[Draw]
     groups: list[Group] = field(default_factory=list)
     seconds: float = 0.0
-    tokens: int = 0
+    generate_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class Controller:
                     timeout=r.generate_timeout_s,
                     key="rollout.generate_timeout_s",
                 )
-            cohort.seconds = time.perf_counter() - began
+            cohort.seconds, cohort.generate_s = time.perf_counter() - began, self.parts.rollouts.generate_s
             self._move(cohort, "finished")
             await self._rollouts.put(cohort)
 
@@ -99,7 +99,7 @@ class Controller:
                 cohort, self.parts.objective, self.parts.packer, discard_tied=self.config.rl.discard_group_zero_advantage
             )
             self._admit(cohort, batch)
-            batch.seconds["time/rollout_s"] = cohort.seconds
+            batch.seconds = {"time/rollout_s": cohort.seconds, "time/generate_s": cohort.generate_s}
             await self._batches.put(batch)
 
     async def _train_loop(self) -> None:

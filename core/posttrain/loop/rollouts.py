@@ -6,8 +6,9 @@ The same path serves training and validation, so that an evaluation never sees a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.dataset import Draw
@@ -35,6 +36,7 @@ class Rollouts:
     scorer: Scorer
     max_model_len: int
     seed: int
+    generate_s: float = field(default=0.0, init=False)  # seconds of the last `run` until the engine's last completion
 
     def __post_init__(self) -> None:
         require_packer(self.packer, type(self).__name__)
@@ -45,11 +47,13 @@ class Rollouts:
         requests = [self._request(draw, inputs[draw.group_id], n, sampling, purpose) for draw in draws]
         by_id = {draw.group_id: draw for draw in draws}
         slots: dict[tuple[str, int], asyncio.Task[Trajectory]] = {}
+        began = time.perf_counter()
         try:
             async for done in self.engine.generate(requests):
                 draw = by_id[done.request_id]
                 work = self._finish(draw, inputs[draw.group_id], done)
                 slots[draw.group_id, done.index] = asyncio.create_task(work, name=f"score {draw.group_id}/{done.index}")
+            self.generate_s = time.perf_counter() - began
             missing = [f"{d.group_id}/{i}" for d in draws for i in range(n) if (d.group_id, i) not in slots]
             if missing:
                 raise RunAborted(

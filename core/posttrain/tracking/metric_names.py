@@ -82,6 +82,7 @@ _define(
     "Time", "loop",
     ("time/step_s", "s", "The whole batch step, validation and checkpoint not included."),
     ("time/rollout_s", "s", "Generation and scoring."),
+    ("time/generate_s", "s", "Generation alone: from the first request to the engine's last completion."),
     ("time/train_s", "s", "Everything in the policy."),
     ("time/pack_s", "s", "Laying out rows. A part of time/train_s, like the four below."),
     ("time/old_logprobs_s", "s", "The ahead pass: log-probs before the first of several optimizer steps."),
