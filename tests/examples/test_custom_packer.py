@@ -18,7 +18,7 @@ from posttrain.testing.tiny_model import write_tiny_model
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "examples" / "custom_packer"
 SMALL = [
-    "rl.steps=1", "rl.batch_per_replica=8", "rl.group_size=4", "validation.prompts=2", "grid.threads=1",
+    "rl.steps=1", "rl.batch_per_replica=8", "rl.group_size=4", "grid.threads=1",
     "model.factory_kwargs.steps=2", "model.factory_kwargs.slip_steps=1", "rl.discard_group_zero_advantage=false",
 ]  # fmt: skip
 

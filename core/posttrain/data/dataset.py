@@ -59,7 +59,7 @@ class Source:
 
 
 class PromptSampler:
-    """Draws rows from sources. The whole state is how many draws were taken of each source."""
+    """Draws rows from `sources`. The whole state is how many draws were taken of each source."""
 
     def __init__(
         self, sources: Sequence[Source], *, seed: int, shuffle: bool = True, drop_last: bool = False, batch: int = 1
@@ -79,10 +79,10 @@ class PromptSampler:
                     fix="set rl.data.drop_last=false, lower rl.batch_per_replica, or give more rows",
                     code="small-dataset",
                 )
-        self._sources = list(sources)
+        self.sources = list(sources)
         self._seed, self._shuffle = seed, shuffle
         self._usable = [len(s.rows) - (len(s.rows) % batch if drop_last else 0) for s in sources]
-        self._taken = [0] * len(self._sources)
+        self._taken = [0] * len(self.sources)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self.index = 0
 
@@ -91,11 +91,11 @@ class PromptSampler:
         return [self._next() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"index": self.index, "taken": {s.env: t for s, t in zip(self._sources, self._taken, strict=True)}}
+        return {"index": self.index, "taken": {s.env: t for s, t in zip(self.sources, self._taken, strict=True)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises DataError when the state is of other environments."""
-        names = [s.env for s in self._sources]
+        names = [s.env for s in self.sources]
         if sorted(state["taken"]) != sorted(names):
             raise DataError(
                 f"the sampler's state is of {sorted(state['taken'])}, this run has {sorted(names)}",
@@ -106,11 +106,11 @@ class PromptSampler:
 
     def fingerprints(self) -> dict[str, str]:
         """A digest of each source's size and of rows spread over it: tells another dataset, not every changed byte."""
-        return {source.env: fingerprint(source.rows) for source in self._sources}
+        return {source.env: fingerprint(source.rows) for source in self.sources}
 
     def _next(self) -> Draw:
         which = self._pick()
-        source, size = self._sources[which], self._usable[which]
+        source, size = self.sources[which], self._usable[which]
         epoch, place = divmod(self._taken[which], size)
         position = int(self._order(which, epoch)[place])
         row = read_row(source, position)
@@ -121,9 +121,9 @@ class PromptSampler:
 
     def _pick(self) -> int:
         """The source of draw `index`, by weight, from a generator that the index names."""
-        if len(self._sources) == 1:
+        if len(self.sources) == 1:
             return 0
-        weights = np.array([s.weight for s in self._sources], dtype=np.float64)
+        weights = np.array([s.weight for s in self.sources], dtype=np.float64)
         point = np.random.Generator(np.random.Philox(derive_seed(self._seed, "environment", self.index))).random()
         return int(np.searchsorted(np.cumsum(weights / weights.sum()), point, side="right").clip(max=len(weights) - 1))
 
@@ -132,7 +132,7 @@ class PromptSampler:
             return range(self._usable[which])
         cached = self._orders.get(which)
         if cached is None or cached[0] != epoch:
-            source = self._sources[which]
+            source = self.sources[which]
             generator = np.random.Generator(np.random.Philox(derive_seed(self._seed, "epoch", source.env, epoch)))
             cached = self._orders[which] = (epoch, generator.permutation(len(source.rows)))
         return cached[1]

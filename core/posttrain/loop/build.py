@@ -14,6 +14,7 @@ from posttrain.loop.ledger import Ledger
 from posttrain.loop.model_folder import model_folder
 from posttrain.loop.parts import Parts
 from posttrain.loop.rollouts import Rollouts
+from posttrain.loop.validation import check_held_out, held_out_draws
 from posttrain.tracking.run_dir import output_root
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         tracker.note(note)
     environments = build_environments(config)
     sampler = build_sampler(config, environments)
+    if config.rl.data.factory is not None:
+        check_held_out(held_out_draws(environments, config.validation.prompts), environments, sampler.sources)
     path = model_folder(config.model, output_root(run_dir.path.parent), tracker.note)
     packer = build_packer(config, path)
     tracker.decode = packer.decode

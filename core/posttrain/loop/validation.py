@@ -10,7 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.dataset import Draw, row_id
+from posttrain.data.dataset import Draw, Source, read_row, row_id
+from posttrain.errors import DataError
+from posttrain.loop.rollouts import ask
 from posttrain.types import Sampling
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from posttrain.types import Group
 
 SPLIT = "test"
+COMPARED_ROWS = 10_000
 
 
 def held_out_draws(environments: Mapping[str, Any], prompts: int) -> list[Draw]:
@@ -32,6 +35,23 @@ def held_out_draws(environments: Mapping[str, Any], prompts: int) -> list[Draw]:
             row = rows[position]
             draws.append(Draw(len(draws), 0, name, row_id(row, position), row))
     return draws
+
+
+def check_held_out(draws: Sequence[Draw], environments: Mapping[str, Any], sources: Sequence[Source]) -> None:
+    """Raise DataError when one of the first 10,000 rows of a source asks the same as a held-out draw of its environment."""
+    asked = {(draw.env, repr(ask(environments[draw.env], draw))) for draw in draws}
+    for source in sources if asked else ():
+        size = min(len(source.rows), COMPARED_ROWS)
+        rows = (Draw(i, 0, source.env, row_id(row, i), row) for i in range(size) for row in [read_row(source, i)])
+        shared = [draw.row_id for draw in rows if (draw.env, repr(ask(environments[draw.env], draw))) in asked]
+        if shared:
+            raise DataError(
+                f"{len(shared)} of the rows that train ask what validation asks, first {shared[0]!r}",
+                cause=f"validation asks the test split of {source.env}, and a score on prompts that train says nothing of others",
+                fix="leave these rows out, or set validation.prompts=0",
+                where="rl.data.factory",
+                code="not-held-out",
+            )
 
 
 def sampling(config: RunConfig) -> Sampling:

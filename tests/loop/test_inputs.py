@@ -1,0 +1,63 @@
+"""What a run refuses of its environments and rows, before a model is made."""
+
+import pytest
+
+from posttrain.config.load import load_config
+from posttrain.data.dataset import Source
+from posttrain.errors import ConfigError, DataError
+from posttrain.loop.build import build_environments
+from posttrain.loop.validation import check_held_out, held_out_draws
+
+ENV = """
+from posttrain.data.environment import Environment
+
+class Single(Environment):
+    def dataset(self, split): return []
+    def compute_reward(self, state): return 0.0
+
+class Guessing(Single):
+    def env_response(self, state): return [{"role": "user", "content": "higher"}]
+"""
+
+
+@pytest.fixture
+def environments(tmp_path):
+    (tmp_path / "turns.py").write_text(ENV)
+
+    def build(*names):
+        listed = ", ".join(f"{{name: '{tmp_path}/turns.py:{name}'}}" for name in names)
+        return build_environments(load_config(["experiment=arithmetic_grpo", f"environments=[{listed}]"]).config)
+
+    return build
+
+
+def test_an_environment_of_several_turns_is_refused_by_name(environments):
+    assert len(environments("Single")) == 1
+    with pytest.raises(ConfigError, match=r"environment '.*Guessing' .* multi-turn episodes are not driven yet") as caught:
+        environments("Single", "Guessing")
+    assert caught.value.where == "environments[1].name" and "Guessing overrides env_response" in caught.value.cause
+    assert "single-turn" in caught.value.fix
+
+
+def test_rows_that_ask_what_validation_asks_are_refused():
+    environments = build_environments(load_config(["experiment=arithmetic_grpo"]).config)
+    draws = held_out_draws(environments, 80)
+    fresh = [{"id": "mine", "problem": "20+20", "answer": "40"}]
+    check_held_out(draws, environments, [Source("arithmetic", fresh)])
+    check_held_out(draws, environments, [Source("arithmetic", environments["arithmetic"].dataset("train"))])
+    leaked = [*fresh, {**draws[3].task, "id": "copy"}]
+    with pytest.raises(DataError, match="1 of the rows that train ask what validation asks, first 'copy'") as caught:
+        check_held_out(draws, environments, [Source("arithmetic", leaked)])
+    assert caught.value.exit_code == 3 and "validation.prompts=0" in caught.value.fix
+    check_held_out(held_out_draws(environments, 0), environments, [Source("arithmetic", leaked)])
+
+
+def test_a_factory_that_brings_held_out_rows_stops_the_run_before_a_model_is_made(tmp_path):
+    from posttrain.loop.run import train
+
+    made = "[{'problem': f'{a}+{b}', 'answer': ''} for a in range(20) for b in range(20)]"
+    (tmp_path / "leak.py").write_text(f"def rows():\n    return {made}\n")
+    factory = f"rl.data.factory={tmp_path}/leak.py:rows"
+    with pytest.raises(DataError, match="80 of the rows that train ask what validation asks"):
+        train(load_config(["experiment=arithmetic_grpo", factory, "tracking.display=none"]), run_dir=tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
