@@ -101,7 +101,7 @@ class RolloutConfig:
     ignore_eos: bool = False  # generate exactly max_tokens (benchmarks)
     gpu_memory_utilization: float = 0.9  # share of the device that vLLM may take
     tensor_parallel_size: int = 1  # ranks of one engine
-    base_port: int = 8100  # first port of engine servers
+    base_port: int = 8100  # reserved for engine servers; the engines of one host use no port
     max_async_rollout: int = 0  # batch steps that rollouts may run ahead; 0: strictly on-policy
     max_off_policy_steps: int = 8  # batch steps after which a trajectory in flight is aborted (not yet)
     start_timeout_s: float = 300.0  # deadline of an engine's start
