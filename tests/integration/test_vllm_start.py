@@ -13,12 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.data.hub import HUB_FAILURES
 from posttrain.errors import EngineStartError
 from posttrain.rollout import vllm_start
 from posttrain.rollout.engine import EngineSpec
 from posttrain.rollout.vllm import VllmEngine, sample_seed
 from posttrain.rollout.vllm_errors import FAILURES, check_model, start_error
-from posttrain.rollout.vllm_start import check_api, check_installed, check_plugin_visible, environment, log_files
+from posttrain.rollout.vllm_start import (
+    check_api,
+    check_installed,
+    check_plugin_visible,
+    engine_arguments,
+    environment,
+    log_files,
+)
 from posttrain.testing.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -88,11 +96,11 @@ def test_vllm_plugins_that_hides_ours_is_found(monkeypatch, value, hidden):
 
 
 def test_a_path_that_is_absent_and_a_folder_without_config(tmp_path):
-    with pytest.raises(EngineStartError, match="there is no model at") as caught:
-        check_model(spec(tmp_path / "nowhere"))
-    assert caught.value.code == "absent" and "model.name_or_path" in caught.value.fix
-    with pytest.raises(EngineStartError, match=r"it has no config.json"):
-        check_model(spec(tmp_path))
+    for folder, cause in ((tmp_path / "nowhere", "neither a folder on this machine"), (tmp_path, "has no config.json")):
+        with pytest.raises(EngineStartError, match="the model was not found") as caught:
+            check_model(spec(folder))
+        assert caught.value.code == "model-absent" and "model.name_or_path" in caught.value.fix
+        assert cause in caught.value.cause
 
 
 def test_an_unknown_architecture(model, tmp_path):
@@ -109,15 +117,34 @@ def test_heads_that_the_cpu_kernel_does_not_take(model, tmp_path, changes):
     assert caught.value.code == "head-dim"
 
 
-def test_a_good_model_passes(model):
-    check_model(spec(model))
+def test_preflight_refuses_what_needs_no_start_and_lets_a_good_model_pass(model, tmp_path, monkeypatch):
+    options = VllmEngine.Options()
+    VllmEngine.preflight(spec(model), options)
+    for changes, code in (({"architectures": ["NobodyKnows"]}, "architecture"), ({"head_dim": 16}, "head-dim")):
+        with pytest.raises(EngineStartError) as caught:
+            VllmEngine.preflight(spec(with_config(model, tmp_path / code, **changes)), options)
+        assert caught.value.code == code
+    monkeypatch.setattr(vllm_start, "_missing_api", lambda: ["AsyncLLM.generate"])
+    with pytest.raises(EngineStartError, match=r"lacks AsyncLLM.generate"):
+        VllmEngine.preflight(spec(model), options)
+    assert not children()
+
+
+def test_trust_in_the_model_s_code_reaches_vllm(model):
+    for trust in (False, True):
+        arguments = engine_arguments(spec(model, trust_remote_code=trust), VllmEngine.Options())
+        assert arguments["trust_remote_code"] is trust
 
 
 # ---- what an exception and a log say
 
+ABSENT, GATED, UNREACHABLE = HUB_FAILURES
 LINES = {
-    "gated": "OSError: You are trying to access a gated repo. Make sure to have access to it",
-    "absent": "OSError: nobody/nothing is not a local folder and is not a valid model identifier listed on the hub",
+    ABSENT: "OSError: nobody/nothing is not a local folder and is not a valid model identifier listed on the hub",
+    GATED: "OSError: You are trying to access a gated repo. Make sure to have access to it",
+    UNREACHABLE: "OSError: We couldn't connect to the hub to load the files, and couldn't find them in the cached files",
+}
+BY_CODE = {
     "architecture": "ValueError: Model architectures ['X'] are not supported for now.",
     "kv-cache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
     "memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -128,13 +155,13 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda f: f.code)
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda f: f.message)
 def test_each_failure_is_told_apart_by_what_the_log_says(failure, tmp_path):
-    log = tmp_path / "vllm.log"
-    log.write_text(f"INFO all well\nEngineCore ERROR {LINES[failure.code]}\nINFO the end\n")
+    log, line = tmp_path / "vllm.log", LINES.get(failure) or BY_CODE[failure.code]
+    log.write_text(f"INFO all well\nEngineCore ERROR {line}\nINFO the end\n")
     error = start_error(RuntimeError("Engine core initialization failed. See root cause above."), spec("m"), log)
     assert error.code == failure.code and error.fix == failure.fix and error.where == str(log)
-    assert LINES[failure.code].split(": ", 1)[1][:20] in error.cause
+    assert line.split(": ", 1)[1][:20] in error.cause
 
 
 def test_an_unknown_failure_shows_the_last_error_of_the_log(tmp_path):

@@ -6,17 +6,19 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from posttrain.errors import EngineStartError, WeightSyncError
+from posttrain.errors import ConfigError, EngineStartError, WeightSyncError
 from posttrain.rollout.decode import causal_mask, left_pad
 from posttrain.rollout.engine import EngineSpec
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.kv_cache import attend
+from posttrain.rollout.module import build_module
 from posttrain.rollout.sampling import draw, processed_logprobs, request_noise
 from posttrain.testing.tiny_model import write_tiny_model
 from posttrain.types import Completion, Request, Sampling
@@ -258,16 +260,45 @@ def test_a_start_that_fails_says_why(tmp_path: Path, change: dict[str, Any] | No
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, **change}))
 
+    spec = EngineSpec(str(folder), "float32", 64, 4, (2,))
+
     async def main() -> None:
-        engine = HFEngine(EngineSpec(str(folder), "float32", 64, 4, (2,)))
+        engine = HFEngine(spec)
         try:
             await engine.start()
         finally:
             await engine.close()
 
-    with pytest.raises(EngineStartError) as caught:
-        asyncio.run(main())
-    assert words in str(caught.value) and caught.value.code == code and caught.value.exit_code == 4
+    for attempt in (lambda: HFEngine.preflight(spec, None), lambda: asyncio.run(main())):
+        with pytest.raises(EngineStartError) as caught:
+            attempt()
+        assert words in str(caught.value) and caught.value.code == code and caught.value.exit_code == 4
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class ZorkConfig(LlamaConfig):
+    model_type = "zork"
+
+class ZorkForCausalLM(LlamaForCausalLM):
+    config_class = ZorkConfig
+"""
+
+
+def test_a_model_s_own_code_runs_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "zork"
+    write_tiny_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "code.ZorkConfig", "AutoModelForCausalLM": "code.ZorkForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "zork", "auto_map": own}))
+    (folder / "code.py").write_text(OWN_CODE)
+    spec = EngineSpec(str(folder), "float32", 64, 4, (2,))
+    with pytest.raises(ConfigError, match="brings its own code") as caught:
+        HFEngine.preflight(spec, None)
+    assert "model.trust_remote_code" in caught.value.fix
+    assert type(build_module(replace(spec, trust_remote_code=True))).__name__ == "ZorkForCausalLM"
 
 
 def test_closing_ends_a_running_generation(tmp_path: Path) -> None:

@@ -1,35 +1,96 @@
-"""Small JSON files of a model, read without building the model: config.json, generation_config.json."""
+"""What a model's folder or the hub says before the model is built: small JSON files, and why they cannot be had.
+
+`HUB_FAILURES` and `known_failure` are the one place where a gated, absent or unreachable model gets its message and its code,
+whoever meets it first: the packer, the policy or an engine.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import EngineStartError
 
+WHERE = "model.name_or_path"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure that another library reports in words that `pattern` finds."""
+
+    code: str
+    message: str
+    fix: str
+    pattern: str
+
+
+HUB_FAILURES = (
+    Failure(
+        "model-absent",
+        "the model was not found",
+        "correct model.name_or_path: the path of a Hugging Face folder, or a name on the hub; for a private model set HF_TOKEN",
+        r"is not a valid model identifier|Repository ?Not ?Found",
+    ),
+    Failure(
+        "model-gated",
+        "the model is gated or private",
+        "accept its licence on its page and set HF_TOKEN to a token that may read it; or give model.name_or_path a local folder",
+        r"gated repo|40[13] (Client Error|Unauthorized|Forbidden)|access to model .* is restricted",
+    ),
+    Failure(
+        "model-absent",
+        "the model was not found: it is not in this machine's cache, and the hub cannot be asked",
+        "give model.name_or_path a local folder, or fetch the model where there is a network; unset HF_HUB_OFFLINE if it is set",
+        r"couldn't connect to|LocalEntryNotFoundError|OfflineModeIsEnabled",
+    ),
+)
+"""In the order of the search: the hub answers an unknown name with 401 too, and advises on gated models in the same breath."""
+
+
+def known_failure(
+    failures: Iterable[Failure], model: str, said: BaseException | str, *, where: str = WHERE
+) -> EngineStartError | None:
+    """The first of `failures` that an exception (with what caused it) or a log tells of; None when it is none of them."""
+    text = said if isinstance(said, str) else _words(said)
+    for known in failures:
+        if match := re.search(known.pattern, text, re.IGNORECASE):
+            cause = _line_of(text, match.start())
+            return EngineStartError(f"{known.message} ({model})", cause=cause, fix=known.fix, where=where, code=known.code)
+    return None
+
 
 def model_config(name_or_path: str) -> dict[str, Any]:
-    """The model's config.json. Raises EngineStartError when the model is not there."""
-    config = _read(name_or_path, "config.json")
-    if config is not None:
-        return config
-    local = Path(name_or_path).expanduser()
-    cause = f"{local} has no config.json" if local.is_dir() else "it is neither a folder on this machine nor a readable hub name"
-    raise EngineStartError(
-        f"the model {name_or_path!r} was not found",
-        cause=cause,
-        fix="check model.name_or_path; for a gated or private model set HF_TOKEN and accept its licence on its page",
-        where="model.name_or_path",
-        code="model-absent",
-    )
+    """The model's config.json. Raises EngineStartError: `model-absent`, `model-gated`, `model-config` (not JSON)."""
+    try:
+        config = _read(name_or_path, "config.json")
+        local = Path(name_or_path).expanduser()
+        cause = f"{local} has no config.json" if local.is_dir() else "its page on the hub has no config.json"
+    except OSError as exc:
+        if refused := known_failure(HUB_FAILURES, name_or_path, exc):
+            raise refused from exc
+        config, cause = None, f"it is neither a folder on this machine nor a name on the hub: {str(exc).splitlines()[0]}"
+    if config is None:
+        absent = HUB_FAILURES[0]
+        raise EngineStartError(f"{absent.message} ({name_or_path})", cause=cause, fix=absent.fix, where=WHERE, code=absent.code)
+    return config
 
 
 def eos_token_ids(name_or_path: str, tokenizer: Any = None) -> tuple[int, ...]:
-    """Every id that ends a completion: those of generation_config.json, config.json and the tokenizer, in this order."""
+    """Every id that ends a completion: those of generation_config.json, config.json and the tokenizer, in this order.
+
+    Raises EngineStartError as `model_config` does.
+    """
+    config = model_config(name_or_path)
+    try:
+        generation = _read(name_or_path, "generation_config.json") or {}
+    except OSError:  # a model need not have one
+        generation = {}
     found: list[int] = []
-    for source in (_read(name_or_path, "generation_config.json"), _read(name_or_path, "config.json")):
-        value = (source or {}).get("eos_token_id")
+    for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
@@ -37,18 +98,31 @@ def eos_token_ids(name_or_path: str, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def _read(name_or_path: str, filename: str) -> dict[str, Any] | None:
+    """A JSON file of a folder or of a hub model; None when the folder has none. Raises what the hub's client raises."""
     folder = Path(name_or_path).expanduser()
     path: str | Path | None = folder / filename
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        try:
-            path = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
-        except OSError:
-            path = None
+        path = cached_file(name_or_path, filename)
     if path is None or not Path(path).is_file():
         return None
     try:
         return dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except ValueError as exc:
-        raise EngineStartError(f"{path} is not valid JSON", cause=str(exc), fix="fetch or write the model folder again") from exc
+        fix = "fetch or write the model folder again"
+        raise EngineStartError(f"{path} is not valid JSON", cause=str(exc), fix=fix, where=WHERE, code="model-config") from exc
+
+
+def _words(exc: BaseException | None) -> str:
+    """An exception and those that led to it, the last first."""
+    lines = []
+    while exc is not None:
+        lines.append(f"{type(exc).__name__}: {exc}")
+        exc = exc.__cause__ or exc.__context__
+    return "\n".join(lines)
+
+
+def _line_of(text: str, at: int) -> str:
+    line = text[text.rfind("\n", 0, at) + 1 : text.find("\n", at) if "\n" in text[at:] else None]
+    return re.sub(r"^.*?(?=\w+(Error|Exception)?:)", "", line).strip()[:500]

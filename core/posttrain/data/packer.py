@@ -51,7 +51,8 @@ class DataPacker(ABC):
     def setup(self, name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:
         """Load the tokenizer of `name_or_path`; `chat_template` (Jinja text or a file) replaces the tokenizer's own.
 
-        Raises PackerError: E14 for an empty name, and for a tokenizer that cannot be loaded. Returns the packer itself.
+        Raises PackerError: E14 for an empty name, and for a tokenizer that cannot be loaded; EngineStartError for a model that
+        is absent or gated. Returns the packer itself.
         """
         if not name_or_path:
             raise error("E14")
@@ -60,6 +61,7 @@ class DataPacker(ABC):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
         except Exception as exc:
+            model_config(name_or_path)  # raises when it is the whole model that is absent or gated
             raise PackerError(
                 f"the tokenizer of {name_or_path!r} cannot be loaded",
                 cause=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no message'}",

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from posttrain.data.hub import model_config
+from posttrain.data.hub import HUB_FAILURES, WHERE, known_failure, model_config
 from posttrain.errors import ConfigError, EngineStartError
 
-WHERE = "model.name_or_path"
 log = logging.getLogger("posttrain.policy")
 
 
@@ -20,7 +19,7 @@ def load_causal_lm(
     """The model of a Hugging Face folder or name, stored in `dtype`, in evaluation mode, with every weight from the files.
 
     Raises EngineStartError, its code saying which: `model-absent`, `model-gated`, `architecture`, `model-version`,
-    `weights-absent`, `weights-damaged`; and ConfigError for an attention implementation that is not there.
+    `model-config`, `weights-absent`, `weights-damaged`; and ConfigError for an attention implementation that is not there.
     """
     from transformers import AutoModelForCausalLM
 
@@ -67,9 +66,8 @@ def explain_failure(path: str, config: dict[str, Any], exc: Exception) -> Except
     def start_error(message: str, code: str, fix: str, cause: str = cause) -> EngineStartError:
         return EngineStartError(message, cause=cause, fix=fix, where=WHERE, code=code)
 
-    if any(sign in text.lower() for sign in ("gated repo", "401 client", "403 client", "restricted")):
-        fix = "accept its licence on its page and set HF_TOKEN to a token that may read it"
-        return start_error(f"{name} is gated or private", "model-gated", fix)
+    if refused := known_failure(HUB_FAILURES, path, exc):
+        return refused
     if "does not appear to have a file named" in text or "no file named" in text.lower():
         return start_error(f"{name} has no weights", "weights-absent", "fetch the *.safetensors files into the model folder")
     if "trust_remote_code" in text:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +31,8 @@ class EngineSpec:
     max_model_len      prompt plus completion, tokens
     max_num_seqs       rows of one forward
     eos_token_ids      every id that ends a completion
+    trust_remote_code  run code that the model folder brings
+    base_port          first port of an engine that serves over the network; the engines of one host use none
     log_dir            where the engine's chatter goes
     """
 
@@ -39,13 +41,13 @@ class EngineSpec:
     max_model_len: int
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
+    trust_remote_code: bool = False
     seed: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     base_port: int = 8100
     start_timeout_s: float = 300.0
     log_dir: Path | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -64,6 +66,13 @@ class Engine(ABC):
         self.spec = spec
         self.options = options if options is not None else type(self).Options()
         self.invalid: str | None = None
+
+    @classmethod  # noqa: B027  an engine need not check anything
+    def preflight(cls, spec: EngineSpec, options: Any) -> None:
+        """What `start` would refuse, as far as it can be told without starting anything. Called before the policy loads.
+
+        Raises EngineStartError or ConfigError with the fix.
+        """
 
     @abstractmethod
     async def start(self) -> None:

@@ -21,7 +21,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.rollout.decode import Slot, Wave
 from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.rollout.gate import Gate
-from posttrain.rollout.module import build_module, copy_weights, score
+from posttrain.rollout.module import build_module, check_module, copy_weights, score
 from posttrain.rollout.sampling import request_noise
 from posttrain.types import Completion, FinishReason, Request, Sampling
 
@@ -47,6 +47,11 @@ class HFEngine(Engine):
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
+
+    @classmethod
+    def preflight(cls, spec: EngineSpec, options: Any) -> None:
+        """The model absent, of an unknown architecture, in need of its own code, or with attention that is not here."""
+        check_module(spec)
 
     async def start(self) -> None:
         """Build the module from the folder's config with seeded placeholder weights; the weight files are not read.

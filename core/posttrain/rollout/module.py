@@ -23,21 +23,32 @@ def build_module(spec: EngineSpec) -> Any:
 
     Raises EngineStartError, told apart as for the policy's own loading, and for attention that this engine does not implement.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        return _from_config(spec).eval().requires_grad_(False)
+
+
+def check_module(spec: EngineSpec) -> None:
+    """Raise what `build_module` would raise, without memory for the weights."""
+    with torch.device("meta"):
+        _from_config(spec)
+
+
+def _from_config(spec: EngineSpec) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from posttrain.data.hub import model_config
     from posttrain.policy.load import explain_failure
 
-    raw = model_config(spec.model_path)
+    raw, trust = model_config(spec.model_path), spec.trust_remote_code
     try:
-        config = AutoConfig.from_pretrained(spec.model_path)
+        config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=trust)
         _refuse_windows(config, spec)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype), attn_implementation=ATTENTION)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, spec.dtype), attn_implementation=ATTENTION, trust_remote_code=trust
+        )
     except (ValueError, OSError, ImportError, KeyError, AttributeError) as exc:
         raise explain_failure(spec.model_path, raw, exc) from exc
-    return model.eval().requires_grad_(False)
 
 
 def _refuse_windows(config: Any, spec: EngineSpec) -> None:

@@ -74,18 +74,27 @@ class VllmEngine(Engine):
 
     # ---- life
 
-    async def start(self) -> None:
+    @classmethod
+    def preflight(cls, spec: EngineSpec, options: Any) -> None:
+        """vLLM absent or of another version, our plug-in hidden, the model absent or not one that vLLM can run here."""
         check_installed()
         check_plugin_visible()
+        # torch is loaded by now, so TORCH_LOGS comes too late for this process
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+        with environment(options, *log_files(spec)):
+            check_api()
+            check_model(spec)
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self.preflight, self.spec, self.options)
         self._log, log_config = log_files(self.spec)
         before = _children()
         self._abandoned = False
+        launch = asyncio.create_task(asyncio.to_thread(self._launch, log_config))
         try:
-            launch = asyncio.to_thread(self._launch, log_config)
             await asyncio.wait_for(asyncio.shield(launch), self.spec.start_timeout_s)
         except BaseException as exc:
-            self._abandoned = True
-            _kill(_children(before))
+            await self._abandon(launch, before)
             if not isinstance(exc, Exception):
                 raise
             raise start_error(exc, self.spec, self._log) from exc
@@ -96,17 +105,22 @@ class VllmEngine(Engine):
     def _launch(self, log_config: Path) -> None:
         """Runs in a thread. The engine is not returned: the thread's frame and future would keep it alive to the end."""
         assert self._log is not None
-        # torch is loaded by now, so TORCH_LOGS comes too late for this process
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         with environment(self.options, self._log, log_config):
-            check_api()
-            check_model(self.spec)
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             arguments = AsyncEngineArgs(**engine_arguments(self.spec, self.options))
             if not self._abandoned:
                 self._llm = AsyncLLM.from_engine_args(arguments)
+
+    async def _abandon(self, launch: asyncio.Task[None], before: Sequence[psutil.Process]) -> None:
+        """End what a failed or late launch has started; while its thread runs, it may start more."""
+        self._abandoned = True
+        _kill(_children(before))
+        while not launch.done():
+            await asyncio.sleep(0.1)
+            _kill(_children(before))
+        await self.close()
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
@@ -243,7 +257,7 @@ class VllmEngine(Engine):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        trust = bool(self.spec.extra.get("trust_remote_code", False))
+        trust = self.spec.trust_remote_code
         config = AutoConfig.from_pretrained(self.spec.model_path, trust_remote_code=trust)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)

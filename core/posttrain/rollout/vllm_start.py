@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from inspect import signature
 from pathlib import Path
@@ -98,7 +99,7 @@ def check_plugin_visible() -> None:
 
 def log_files(spec: EngineSpec) -> tuple[Path, Path]:
     """The engine's log file, and the logging configuration that sends every vLLM process's records there."""
-    folder = spec.log_dir or Path(tempfile.mkdtemp(prefix="posttrain-vllm-"))
+    folder = spec.log_dir or _temporary_folder(spec)
     folder.mkdir(parents=True, exist_ok=True)
     log, config = folder / "vllm.log", folder / "vllm-logging.json"
     record = "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"
@@ -112,6 +113,11 @@ def log_files(spec: EngineSpec) -> tuple[Path, Path]:
         "loggers": {"vllm": logger},
     }))  # fmt: skip
     return log, config
+
+
+@cache
+def _temporary_folder(spec: EngineSpec) -> Path:
+    return Path(tempfile.mkdtemp(prefix="posttrain-vllm-"))
 
 
 @contextmanager
@@ -153,7 +159,7 @@ def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str,
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
-        "trust_remote_code": bool(spec.extra.get("trust_remote_code", False)),
+        "trust_remote_code": spec.trust_remote_code,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "generation_config": "vllm",  # the run decides what ends a completion, not the folder's generation_config.json
