@@ -1,7 +1,7 @@
 """Builds the parts of a run. One function per part; `build` puts them together in the order of their cost.
 
 What cannot work ends before a model loads: the objective first, then the optimizer's dependencies, the environments and
-their data, the tokenizer, and only then the policy and the engine.
+their data, the tokenizer, what the engine would refuse to start with, and only then the policy.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     path = model_folder(config.model, output_root(run_dir.path.parent), tracker.note)
     packer = build_packer(config, path)
     tracker.decode = packer.decode
-    policy = Policy(config, path, objective)
     engine = build_engine(config, path, run_dir)
+    policy = Policy(config, path, objective)
     plane = WeightPlane(
         engine,
         build_transport(config),
@@ -160,7 +160,7 @@ def probe_prompts(packer: DataPacker, environments: Mapping[str, Environment]) -
 
 
 def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:
-    """The engine of this process's rollout body, not started."""
+    """The engine of this process's rollout body, not started. Raises what can be told without a start: `Engine.preflight`."""
     from posttrain.data.packer import eos_token_ids
     from posttrain.rollout.engine import EngineSpec
 
@@ -171,6 +171,7 @@ def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:
         max_model_len=r.max_model_len,
         max_num_seqs=r.max_num_seqs,
         eos_token_ids=eos_token_ids(path),
+        trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         tensor_parallel_size=r.tensor_parallel_size,
         gpu_memory_utilization=r.gpu_memory_utilization,
@@ -178,7 +179,9 @@ def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:
         start_timeout_s=r.start_timeout_s,
         log_dir=run_dir.logs,
     )
-    return plugins.build("engines", r.engine, r.options, where="rollout.options", spec=spec)  # type: ignore[no-any-return]
+    engine: Engine = plugins.build("engines", r.engine, r.options, where="rollout.options", spec=spec)
+    engine.preflight(spec, engine.options)
+    return engine
 
 
 def build_transport(config: RunConfig) -> Transport:
