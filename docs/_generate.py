@@ -65,6 +65,7 @@ def _fields(text: str, form: str) -> str:
 def exit_codes(*_: str) -> str:
     meaning = {
         errors.EXIT_OK: "done, also when nothing was left to do",
+        errors.EXIT_UNEXPECTED: "unexpected: a bug in posttrain or in a plug-in",
         errors.EXIT_CONFIG: "the configuration or a plug-in cannot work",
         errors.EXIT_DATA: "the data cannot be read or does not fit",
         errors.EXIT_ENGINE: "a model or an engine did not start",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 EXIT_OK = 0
+EXIT_UNEXPECTED = 1
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_ENGINE = 4

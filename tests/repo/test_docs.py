@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from posttrain import errors
 from posttrain.errors import CATALOGUE
 from posttrain.tracking.metric_names import definitions, find
 
@@ -58,6 +59,11 @@ def test_every_documented_message_is_in_a_table(generate: ModuleType) -> None:
 def test_a_message_that_is_gone_fails_the_docs(generate: ModuleType) -> None:
     with pytest.raises(KeyError):
         generate.regenerate("<!-- generated: errors E999 -->\n<!-- end -->")
+
+
+def test_every_exit_code_is_in_the_table(generate: ModuleType) -> None:
+    codes = {str(value) for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert codes == set(re.findall(r"^\| (\d+) \|", generate.exit_codes(), flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("code", CATALOGUE)

@@ -17,10 +17,10 @@ from posttrain.errors import (
     EXIT_INTERRUPT,
     EXIT_RETRYABLE,
     EXIT_TERMINATED,
+    EXIT_UNEXPECTED,
     PosttrainError,
 )
 
-EXIT_UNEXPECTED = 1
 _FULL = ("no space left on device", "storagefull", "disk quota exceeded", "pytorchstreamwriter failed writing")
 
 
