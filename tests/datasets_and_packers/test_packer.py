@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,22 @@ def test_e11_e12_e14_and_absent_models(tmp_path: Path) -> None:
         init_data_packer(str(tmp_path / "bare"))
     with pytest.raises(PackerError, match="encoder-decoder"):
         init_data_packer(write_model(tmp_path / "t5", toy_tokenizer(), model_type="t5", is_encoder_decoder=True))
+
+
+def test_a_packer_plug_in_named_like_the_model_type_is_the_model_s_packer(
+    tmp_path: Path, fake_distribution: Callable[..., object]
+) -> None:
+    source = "from posttrain_datapackers.decoder_only import DecoderOnlyPacker\nclass Vision(DecoderOnlyPacker):\n    pass\n"
+    fake_distribution(
+        "vision", points={"posttrain.datapackers": {"some_vl": "vision_packer:Vision"}}, files={"vision_packer.py": source}
+    )
+    folder = write_model(tmp_path / "v", toy_tokenizer(), model_type="some_vl", vision_config={"depth": 1})
+    assert type(init_data_packer(folder)).__name__ == "Vision"
+    assert type(init_data_packer(write_model(tmp_path / "t", toy_tokenizer()))) is DecoderOnlyPacker
+    other = write_model(tmp_path / "o", toy_tokenizer(), model_type="other_vl", vision_config={"depth": 1})
+    with pytest.raises(PackerError, match="model_type='other_vl' declares vision_config") as caught:
+        init_data_packer(other)
+    assert "some_vl" in caught.value.cause
 
 
 def test_e9_e10_and_factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

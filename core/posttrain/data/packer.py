@@ -30,6 +30,7 @@ from posttrain.types import Message, Trajectory
 if TYPE_CHECKING:
     import torch
 
+TEXT_PACKER = "decoder_only"
 _TEMPLATE_FIX = "set model.chat_template to a Jinja template or to the path of a file that holds one"
 
 
@@ -130,33 +131,26 @@ class DataPacker(ABC):
         return str(text)
 
 
-_REGISTRY: dict[str, str | Callable[[], DataPacker]] = {}
-"""Native packers by `model_type`: a plug-in reference or a zero-argument factory."""
-
-
-def register_data_packer(*model_types: str, factory: str | Callable[[], DataPacker]) -> None:
-    """Make `factory` (a plug-in name, a dotted path or a callable) the packer of these model types."""
-    for model_type in model_types:
-        _REGISTRY[model_type] = factory
-
-
 def init_data_packer(name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:
     """The packer for a model, chosen by the `model_type` of its config.json, set up.
 
-    Text models get the decoder-only packer. Raises E14 (no name), E11 (a vision model without a native packer), and
-    PackerError for encoder-decoder models.
+    That is the installed packer plug-in named like the model type, else the decoder-only packer. Raises E14 (no name), E11 (a
+    vision model without a packer of its own), and PackerError for encoder-decoder models.
     """
+    from posttrain.plugins.discovery import discover
+
     if not name_or_path:
         raise error("E14")
     config = model_config(name_or_path)
     model_type = str(config.get("model_type", ""))
-    factory = _REGISTRY.get(model_type)
-    if factory is None and config.get("vision_config") is not None:
-        raise error("E11", model_type=model_type, known=", ".join(sorted(_REGISTRY)) or "none")
-    if factory is None and config.get("is_encoder_decoder"):
+    named = {info.name for info in discover("datapackers")} - {TEXT_PACKER}
+    native = model_type in named
+    if not native and config.get("vision_config") is not None:
+        raise error("E11", model_type=model_type, known=", ".join(sorted(named)) or "none")
+    if not native and config.get("is_encoder_decoder"):
         raise PackerError(f"model_type={model_type!r} is an encoder-decoder model", cause="only causal models can be trained",
                           fix="choose a decoder-only model in model.name_or_path")
-    packer = load_packer(factory or "decoder_only")
+    packer = load_packer(model_type if native else TEXT_PACKER)
     return packer.setup(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
 
 
