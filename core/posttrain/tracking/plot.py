@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def _draw(axes: Any, rows: list[dict[str, Any]], held_out: list[dict[str, Any]],
     mean = [r["reward/mean"] for r in rows]
     std = [r.get("reward/std") or 0.0 for r in rows]
     axes.plot(steps, mean, color="tab:blue", linewidth=1.0, alpha=0.6, label="training batch, mean")
-    low, high = [m - s for m, s in zip(mean, std, strict=True)], [m + s for m, s in zip(mean, std, strict=True)]
+    bounds = [(r.get("reward/min", -math.inf), r.get("reward/max", math.inf)) for r in rows]  # no reward lies outside
+    low = [max(m - s, b[0]) for m, s, b in zip(mean, std, bounds, strict=True)]
+    high = [min(m + s, b[1]) for m, s, b in zip(mean, std, bounds, strict=True)]
     axes.fill_between(steps, low, high, color="tab:blue", alpha=0.10, linewidth=0, label="± standard deviation")
     if held_out:
         scores = [r[HELD_OUT] for r in held_out]
