@@ -125,4 +125,4 @@ def _words(exc: BaseException | None) -> str:
 
 def _line_of(text: str, at: int) -> str:
     line = text[text.rfind("\n", 0, at) + 1 : text.find("\n", at) if "\n" in text[at:] else None]
-    return re.sub(r"^.*?(?=\w+(Error|Exception)?:)", "", line).strip()[:500]
+    return re.sub(r"^.*?(?=\w*(Error|Exception):)", "", line, count=1).strip()[:500]
