@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from posttrain.rollout.vllm_start import (
     engine_arguments,
     environment,
     log_files,
+    start_llm,
 )
 from posttrain.types import Completion, FinishReason, Request, Sampling
 
@@ -103,15 +103,12 @@ class VllmEngine(Engine):
         self._paused = False
 
     def _launch(self, log_config: Path) -> None:
-        """Runs in a thread. The engine is not returned: the thread's frame and future would keep it alive to the end."""
+        """Runs in a thread."""
         assert self._log is not None
         with environment(self.options, self._log, log_config):
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            arguments = AsyncEngineArgs(**engine_arguments(self.spec, self.options))
+            arguments = engine_arguments(self.spec, self.options)
             if not self._abandoned:
-                self._llm = AsyncLLM.from_engine_args(arguments)
+                self._llm = start_llm(arguments)
 
     async def _abandon(self, launch: asyncio.Task[None], before: Sequence[psutil.Process]) -> None:
         """End what a failed or late launch has started; while its thread runs, it may start more."""
@@ -126,8 +123,6 @@ class VllmEngine(Engine):
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(partial(llm.shutdown, timeout=15.0))
-            del llm
-            gc.collect()  # it is part of cycles; collected at exit instead, its finalizer complains on the screen
         _kill(self._processes)
         self._processes = []
 

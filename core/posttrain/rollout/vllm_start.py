@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -22,6 +23,8 @@ from posttrain.errors import EngineStartError
 from posttrain.weights.owner import ProcessId
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from posttrain.rollout.engine import EngineSpec
     from posttrain.rollout.vllm import VllmEngine
 
@@ -177,6 +180,20 @@ def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str,
         # samples of one prompt share whole blocks only; the default of 128 computes most prompts once for each sample
         arguments["block_size"] = 32
     return arguments | dict(options.engine_args)
+
+
+def start_llm(arguments: dict[str, Any]) -> AsyncLLM:
+    """An AsyncLLM of these arguments, its processes started. Whoever holds it calls `shutdown`."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class OwnedLLM(AsyncLLM):
+        def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+            # a traceback may keep it to the end; at exit the modules that vLLM's finalizer uses are gone, and it complains
+            if not at_exit():
+                super().__del__()
+
+    return OwnedLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
 def _installed_version() -> str | None:
