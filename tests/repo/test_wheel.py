@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (found,) = out.glob("*.whl")
     return found
+
+
+OUTSIDE = """
+import sys, torch
+import posttrain, posttrain_algorithms, posttrain_envs, posttrain_datapackers, posttrain_experiments
+assert all(sys.argv[1] in module.__file__ for name, module in sys.modules.items() if name.split(".")[0].startswith("posttrain"))
+objective = posttrain.build_objective("grpo", group_size=2)
+assert objective.advantages([1.0, 0.0], ["g", "g"]).sum() == 0
+assert posttrain.load_config(["experiment=arithmetic_grpo"]).config.rl.objective.name == "grpo"
+from posttrain.cli.main import main
+sys.exit(main(["plugins", "list"]))
+"""
+
+
+def test_it_runs_unpacked_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
+    """With the wheel's own metadata and without the clone on the path; its dependencies are those of this environment."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(site)
+    elsewhere.mkdir()
+    clean = "import sys; sys.path[:] = [p for p in sys.path if not p.startswith(tuple(sys.argv[2:]))]\n"
+    sources = [str(ROOT / part) for part in ("core", "plugins", "experiments")]
+    command = [sys.executable, "-c", clean + OUTSIDE, str(site), *sources]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "arithmetic" in done.stdout and "(ambiguous" not in done.stdout
 
 
 def test_it_holds_the_five_packages_and_no_tests(wheel: Path) -> None:
