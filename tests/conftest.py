@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -40,3 +41,9 @@ def fake_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDi
         return root
 
     return install
+
+
+def pytest_configure() -> None:
+    """A suite that a shell started in the background inherits an ignored Ctrl-C, and so would the commands that it tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
