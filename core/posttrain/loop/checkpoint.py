@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, RunInterrupted
-from posttrain.tracking.files import FULL, sync
+from posttrain.tracking.files import FULL, superseded_name, sync
 
 STEP = re.compile(r"step_(\d+)\Z")
 LOOP_FILE = "loop.json"
@@ -118,12 +118,8 @@ def _is_full(folder: Path, exc: Exception) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder or file to the first free `NAME.superseded[.n]`; nothing is deleted."""
-    fresh, n = path.with_name(f"{path.name}.superseded"), 1
-    while fresh.exists():
-        fresh, n = path.with_name(f"{path.name}.superseded.{n}"), n + 1
-    path.rename(fresh)
-    return fresh
+    """Rename a folder out of the way, to a free `NAME.superseded`; nothing is deleted."""
+    return path.rename(superseded_name(path))
 
 
 def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:

@@ -34,7 +34,6 @@ class LoopState:
     step: int = 0
     optimizer_steps: int = 0
     uninformative_in_a_row: int = 0
-    trained_tokens: int = 0
     validation_first: dict[str, float] = field(default_factory=dict)
     validation_last: dict[str, float] = field(default_factory=dict)
 
@@ -137,7 +136,6 @@ class Controller:
                 f"step {batch.step}: an optimizer step was skipped, its gradient was not finite; no weight moved"
             )
         seconds = time.perf_counter() - began
-        self.state.trained_tokens += int(result.metrics.get("tokens/trained", 0))
         return {**result.metrics, **result.seconds, "optimizer_steps": result.optimizer_steps, "time/train_s": seconds}
 
     async def _sync(self, version: int) -> dict[str, float]:

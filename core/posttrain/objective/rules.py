@@ -8,9 +8,6 @@ from posttrain.config.walker import Problem, show
 from posttrain.objective.algorithm import Algorithm, Context, PreferenceAlgorithm
 from posttrain.objective.options import Options, TokenOptions
 
-CONTEXT_KEYS = {"temperature": "rollout.temperature", "group_size": "rl.group_size", "n_mini": "rl.mini_batch_per_replica"}
-"""Where a run's configuration sets what the context holds."""
-
 
 def problems(name: str, cls: type[Algorithm], options: Options, context: Context) -> list[Problem]:
     """Every problem of `options` for algorithm `cls` in this run, the options' own included."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.errors import ConfigError, WeightSyncError
+from posttrain.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from posttrain.types import Completion, Request
@@ -146,10 +146,3 @@ def check_training_sampling(*, temperature: float, top_p: float, top_k: int, min
                 f"set rollout.{key}={off} (evals may use it: validation.{key})"
             )
     return problems
-
-
-def refuse_training_sampling(*, temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> None:
-    """Raise ConfigError naming every setting that cannot be trained on, all at once."""
-    problems = check_training_sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    if problems:
-        raise ConfigError("these sampling settings cannot be used in training:\n  " + "\n  ".join(problems), code="sampling")
