@@ -43,7 +43,7 @@ bench: setup
 	@echo "== SmolLM2-135M, about half an hour"; $(BIN)/python tests/benchmarks/bench_step.py --model smollm2
 
 docs: setup
-	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 clean:
