@@ -16,6 +16,7 @@ from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 COMMANDS = {
     "train": "posttrain.cli.train",
     "show": "posttrain.cli.show",
+    "export": "posttrain.cli.export",
     "plugins": "posttrain.cli.plugins",
     "experiments": "posttrain.cli.experiments",
 }
@@ -31,6 +32,7 @@ train
 
 look
   posttrain show RUN [--step N]                     sample rollouts with rewards and advantages
+  posttrain export RUN OUT [--step N]               a Hugging Face folder from a checkpoint
   posttrain experiments list                        what experiment= can name
   posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports
   posttrain plugins doctor [NAME]                   import each plug-in and say what is wrong with it
@@ -99,17 +101,21 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def unknown_flags(command: str, unknown: Sequence[str], arguments: Sequence[str]) -> ConfigError:
-    """Flags that the command does not have; those that look like config keys get their path here."""
+    """Flags that the command does not have, all at once; those that look like config keys get their path here."""
     from posttrain.config.flat_keys import renamed
 
-    flag = unknown[0]
-    key, equals, value = flag.lstrip("-").partition("=")
-    following = arguments[list(arguments).index(flag) + 1 :] if flag in arguments else []
-    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
-        value = following[0]
-    known = renamed(key, value)
-    fix = f"{known}; values are given as key=value" if known else f"posttrain {command} --help"
-    return ConfigError(f"posttrain {command} has no flag {flag}", fix=fix, code="usage")
+    flags = [text for text in unknown if text.startswith("-")] or list(unknown)
+    hints = []
+    for flag in flags:
+        key, equals, value = flag.lstrip("-").partition("=")
+        following = arguments[list(arguments).index(flag) + 1 :] if flag in arguments else []
+        if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+            value = following[0]
+        if known := renamed(key, value):
+            hints.append(known if len(flags) == 1 else f"{flag.partition('=')[0]}: {known}")
+    fix = f"{'; '.join(hints)}; values are given as key=value" if hints else f"posttrain {command} --help"
+    named = ", ".join(flag.partition("=")[0] for flag in flags) if len(flags) > 1 else flags[0]
+    return ConfigError(f"posttrain {command} has no flag {named}", fix=fix, code="usage")
 
 
 def _nearest(command: str) -> str:

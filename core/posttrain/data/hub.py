@@ -79,16 +79,20 @@ def model_config(name_or_path: str) -> dict[str, Any]:
     return config
 
 
+def generation_config(name_or_path: str) -> dict[str, Any]:
+    """The model's generation_config.json; empty when it has none, as a model need not. Raises `model-config`."""
+    try:
+        return _read(name_or_path, "generation_config.json") or {}
+    except OSError:
+        return {}
+
+
 def eos_token_ids(name_or_path: str, tokenizer: Any = None) -> tuple[int, ...]:
     """Every id that ends a completion: those of generation_config.json, config.json and the tokenizer, in this order.
 
     Raises EngineStartError as `model_config` does.
     """
-    config = model_config(name_or_path)
-    try:
-        generation = _read(name_or_path, "generation_config.json") or {}
-    except OSError:  # a model need not have one
-        generation = {}
+    config, generation = model_config(name_or_path), generation_config(name_or_path)
     found: list[int] = []
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]

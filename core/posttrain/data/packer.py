@@ -57,19 +57,7 @@ class DataPacker(ABC):
         """
         if not name_or_path:
             raise error("E14")
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-        except Exception as exc:
-            model_config(name_or_path)  # raises when it is the whole model that is absent or gated
-            raise PackerError(
-                f"the tokenizer of {name_or_path!r} cannot be loaded",
-                cause=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no message'}",
-                fix="check model.name_or_path: a folder needs tokenizer.json or tokenizer_config.json beside config.json",
-            ) from exc
-        if chat_template is not None:
-            tokenizer.chat_template = read_chat_template(chat_template)
+        tokenizer = load_tokenizer(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
         self.name_or_path, self.tokenizer = name_or_path, tokenizer
         self.special_tokens = SpecialTokens.probe(tokenizer, eos_token_ids(name_or_path))
         return self
@@ -129,6 +117,27 @@ class DataPacker(ABC):
                 cause=f"{type(exc).__name__}: {exc}", fix=_TEMPLATE_FIX, where="model.chat_template",
             ) from exc
         return str(text)
+
+
+def load_tokenizer(name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer; `chat_template` (Jinja text or a file) replaces its own.
+
+    Raises PackerError for a tokenizer that cannot be loaded, EngineStartError for a model that is absent or gated.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except Exception as exc:
+        model_config(name_or_path)  # raises when it is the whole model that is absent or gated
+        raise PackerError(
+            f"the tokenizer of {name_or_path!r} cannot be loaded",
+            cause=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no message'}",
+            fix="check model.name_or_path: a folder needs tokenizer.json or tokenizer_config.json beside config.json",
+        ) from exc
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    return tokenizer
 
 
 def init_data_packer(name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:

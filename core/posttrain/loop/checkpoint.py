@@ -93,7 +93,7 @@ def write(folder: Path, step: int, save_policy: Callable[[Path], None], loop_sta
         (aside / "policy").mkdir(parents=True)
         save_policy(aside / "policy")
         (aside / LOOP_FILE).write_text(json.dumps(loop_state), encoding="utf-8")
-        _sync_tree(aside)
+        sync_tree(aside)
         if target.exists():
             set_aside(target)
         aside.rename(target)
@@ -137,7 +137,8 @@ def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> lis
     return [c.step for c in gone]
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """fsync everything in a folder, and the folder."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync(Path(root) / name)

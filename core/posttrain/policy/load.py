@@ -36,6 +36,25 @@ def load_causal_lm(
     return model.eval()
 
 
+def model_from_config(
+    path: str, dtype: torch.dtype, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
+) -> Any:
+    """The model that the folder's config.json describes, its weights whatever its own initialisation makes of them.
+
+    Under `torch.device("meta")` it takes no memory. Raises as `load_causal_lm` does, the codes about weights excepted.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = model_config(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, OSError, ImportError, KeyError, AttributeError) as exc:
+        raise explain_failure(path, raw, exc) from exc
+
+
 def _refuse_incomplete(path: str, report: Any) -> None:
     """transformers fills what it does not find with random numbers; a policy must not start from those."""
     wrong = sorted(name for name, *_ in report["mismatched_keys"])

@@ -35,20 +35,13 @@ def check_module(spec: EngineSpec) -> None:
 
 
 def _from_config(spec: EngineSpec) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from posttrain.policy.load import model_from_config
 
-    from posttrain.data.hub import model_config
-    from posttrain.policy.load import explain_failure
-
-    raw, trust = model_config(spec.model_path), spec.trust_remote_code
-    try:
-        config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=trust)
-        _refuse_windows(config, spec)
-        return AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, spec.dtype), attn_implementation=ATTENTION, trust_remote_code=trust
-        )
-    except (ValueError, OSError, ImportError, KeyError, AttributeError) as exc:
-        raise explain_failure(spec.model_path, raw, exc) from exc
+    model = model_from_config(
+        spec.model_path, getattr(torch, spec.dtype), attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
+    )
+    _refuse_windows(model.config, spec)
+    return model
 
 
 def _refuse_windows(config: Any, spec: EngineSpec) -> None:
