@@ -1,0 +1,142 @@
+"""Rows as a run sees them: columns renamed, ids given, some left out; the table behind is read row by row.
+
+    view = View(table, Shape({"problem": "question"}), positions)
+    view[0]          # {"id": "3", "problem": …}: the row at positions[0] of the table
+    view.where(0)    # "my.jsonl:3"
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.tables import Table
+from posttrain.errors import DataError
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """From a row of the source to one of the run. columns: {new name: column, or a path such as `reward_model.ground_truth`}."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    keep: Callable[[Mapping[str, Any]], object] | None = None
+
+    def row(self, raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+        """The row with its columns renamed and its `id`: its own, else `name`. Raises DataError when a column is missing."""
+        if not isinstance(raw, Mapping):
+            raise DataError(
+                f"{where} is a {type(raw).__name__}, not a mapping", fix='give rows such as {"question": "…", "answer": "…"}',
+                code="not-an-object",
+            )
+        moved = {key: _take(raw, column) for key, column in self.columns.items()}
+        for key, value in moved.items():
+            if value is _ABSENT:
+                raise missing_column(self.columns[key], raw, where, key)
+        gone = set(self.columns.values()) - set(moved)
+        row = {**{k: v for k, v in raw.items() if k not in gone}, **moved}
+        own = row.get("id")
+        row["id"] = name if own is None else str(own)
+        return row
+
+    def keeps(self, row: Mapping[str, Any], where: str) -> bool:
+        """Whether the filter lets a row stay. Raises DataError when it fails."""
+        if self.keep is None:
+            return True
+        try:
+            return bool(self.keep(row))
+        except Exception as exc:
+            raise DataError(
+                f"the filter failed on {where}", cause=f"{type(exc).__name__}: {exc}; the row has {_names(row)}",
+                fix="correct the function that options.filter names: it gets a row and says whether it stays", code="filter",
+            ) from exc
+
+
+class View(Sequence[dict[str, Any]]):
+    """Rows `positions` of a table in a shape. `where(i)` is the place of row `i`; `notes` are lines for the run's log."""
+
+    def __init__(self, table: Table, shape: Shape, positions: np.ndarray | range, notes: Iterable[str] = ()) -> None:
+        self.table, self.shape, self.positions, self.notes = table, shape, positions, list(notes)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = self._place(int(index))
+        return self.shape.row(self.table[place], self.table.name(place), self.table.where(place))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
+
+    def where(self, index: int) -> str:
+        """Where the row was written, such as `my.jsonl:17`."""
+        return self.table.where(self._place(index))
+
+    def _place(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return int(self.positions[index])
+
+
+def kept(table: Table, shape: Shape) -> np.ndarray | range:
+    """The positions of the rows that the filter lets stay; without one all of them, unread."""
+    if shape.keep is None:
+        return range(len(table))
+    stay = [i for i, raw in enumerate(table) if shape.keeps(shape.row(raw, table.name(i), w := table.where(i)), w)]  # type: ignore[arg-type, var-annotated]
+    return np.array(stay, dtype=np.int64)
+
+
+def content(row: Mapping[str, Any], keys: Sequence[str] = ()) -> bytes:
+    """A digest of what a row asks: of `keys`, else of all but its id. Rows that agree in it are the same task."""
+    said = {k: row.get(k) for k in keys} if keys else {k: v for k, v in row.items() if k != "id"}
+    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def check_rows(view: View, required: Sequence[str], count: int) -> None:
+    """Read the first `count` rows. Raises DataError for one that cannot be read or lacks a required key."""
+    for index in range(min(count, len(view))):
+        row = view[index]
+        for key in required:
+            if key not in row:
+                raise missing_column(key, row, view.where(index))
+
+
+def missing_column(column: str, row: Mapping[str, Any], where: str, key: str = "") -> DataError:
+    """The error about a row without a column; `key`: the one that `columns` maps to it."""
+    known = [str(name) for name in row if name != "id" or column == "id"]
+    near = difflib.get_close_matches(column, known, n=1)
+    target = key or column
+    fix = f"write options.columns={{{target}: {near[0]}}}" if near else (
+        f"name the column that holds it: options.columns={{{target}: …}}; or leave such rows out with options.filter")
+    return DataError(f"{where} has no column {column!r}", cause=f"it has {_names(row)}", fix=fix, code="missing-column")
+
+
+def _take(row: Mapping[str, Any], column: str) -> Any:
+    """A column, or the value that a dotted path reaches; numbers index lists."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _ABSENT
+    return value
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    names = [str(name) for name in row]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else "no column"
+
+
