@@ -15,7 +15,7 @@ import torch
 
 from posttrain.errors import BatchError, ConfigError, DataError
 from posttrain.objective import build_objective
-from posttrain.testing.rows import ScoredRow, ScoredStep, score_rows
+from posttrain.testing.rows import ScoredRow, ScoredStep, score_rows, token_batch
 
 TWO = [math.log(0.8), math.log(0.2)]  # ratios 1.6 and 0.4 to a reference of one half
 HALF = [math.log(0.5)] * 2
@@ -195,6 +195,27 @@ def test_dpo() -> None:
     smooth = pair((-11.0, -13.0), label_smoothing=0.1)
     assert smooth.loss == near(0.9 * 0.598139 + 0.1 * (0.598139 + 0.2))
     assert pair((-11.0, -13.0), loss_type="ipo").loss == near(9.0)  # (2 − 1/0.2)²
+
+
+def test_dpo_measures_each_pair() -> None:
+    """π = (−10, −14), ref = (−11, −13), β = 0.1: implicit rewards 0.1 and −0.1, margin 0.2; and a pair without a margin."""
+    rows = [
+        ScoredRow(logprobs=[-4.0, -6.0], ref=[-5.0, -6.0], pair=0, chosen=True),
+        ScoredRow(logprobs=[-14.0], ref=[-13.0], pair=0, chosen=False),
+        ScoredRow(logprobs=[-2.0], ref=[-1.0 + 1e-9], pair=1, chosen=False),
+        ScoredRow(logprobs=[-3.0], ref=[-2.0], pair=1, chosen=True),
+    ]
+    batch = token_batch(rows, range(4), [0.0] * 4, [0.0] * 4)
+
+    def measured(**options: object) -> dict[str, list[float]]:
+        return {name: near(list(v.tolist())) for name, v in build_objective("dpo", **options).algorithm.measures(batch).items()}
+
+    assert measured() == {
+        "dpo/margin": [0.2, 0.0], "dpo/accuracy": [1.0, 0.5], "dpo/chosen_reward": [0.1, -0.1],
+        "dpo/rejected_reward": [-0.1, -0.1], "dpo/chosen_logprob": [-10.0, -3.0], "dpo/rejected_logprob": [-14.0, -2.0],
+    }  # fmt: skip
+    mean = measured(length_normalised=True, beta=1.0)
+    assert (mean["dpo/margin"], mean["dpo/chosen_logprob"]) == ([1.5, 0.0], [-10.0, -3.0])
 
 
 def test_dpo_refuses_half_a_pair() -> None:

@@ -143,7 +143,16 @@ def test_stats_of_preferences() -> None:
     pairs = inputs(pair=torch.tensor([0, 0]), chosen=torch.tensor([True, False]), total_pairs=1.0)
     loss, stats = build_objective("dpo").score(Model(), pairs)
     assert loss.item() == pytest.approx(math.log(2))
-    assert set(stats) == {"rollout_ratio", "kl"}
+    measures = {f"dpo/{name}" for name in ("margin", "accuracy")}
+    measures |= {f"dpo/{side}_{what}" for side in ("chosen", "rejected") for what in ("reward", "logprob")}
+    assert set(stats) == {"rollout_ratio", "kl"} | measures
+    assert {name: stats[name].tolist() for name in ("dpo/margin", "dpo/accuracy")} == {"dpo/margin": [0.0], "dpo/accuracy": [0.5]}
+
+
+def test_tokens_that_nobody_sampled_estimate_no_kl() -> None:
+    pairs = inputs(rollout_logprobs=None, pair=torch.tensor([0, 0]), chosen=torch.tensor([True, False]), total_pairs=1.0)
+    _, stats = build_objective("dpo").score(Model(), pairs)
+    assert not set(stats) & {"rollout_ratio", "kl"}
 
 
 def test_an_empty_shard_has_a_zero_loss_with_a_graph() -> None:

@@ -105,6 +105,13 @@ class Algorithm(ABC):
         """Where the clip binds, `[T]` bool, for the metrics. None when there is no clip."""
         return None
 
+    def measures(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Metrics of the algorithm's own on a clean batch, by full name: arrays whose mean over the batch step is reported.
+
+        One entry per thing counted (`dpo/margin` has one per pair), so that the mean does not depend on micro-batches.
+        """
+        return {}
+
     @classmethod
     def uses_ratio(cls, options: option.Options) -> bool:
         """Whether the policy term depends on a ratio under these options."""

@@ -108,7 +108,7 @@ class Objective:
         return self.algorithm.loss(clean(batch))
 
     def score(self, model: TokenModel, inputs: TokenInputs, *, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward, loss, and detached per-token arrays for the metrics (see `stats.token_stats`).
+        """Forward, loss, and detached arrays for the metrics (see `stats.token_stats`).
 
         `entropy=True` asks the model for entropies even where the loss does not need them.
         """

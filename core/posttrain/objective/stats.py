@@ -1,4 +1,4 @@
-"""Per-token arrays for the metrics: what the loss did, without gradient. Reductions happen once per step, in the policy."""
+"""Arrays for the metrics: what the loss did, without gradient. Reductions happen once per step, in the policy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def token_stats(algorithm: Algorithm, batch: TokenBatch) -> dict[str, Tensor]:
-    """Detached `[T]` arrays of a clean batch; those that exist. Only trained positions mean anything.
+    """Detached arrays of a clean batch, those that exist. Of `[T]` ones only trained positions mean anything.
 
     ratio          exp(current − prox), what the clip sees
     rollout_ratio  exp(current − rollout), trainer against engine
     clipped        bool: the clip binds
-    kl             KL to the reference, by `kl_estimator`
+    kl             KL to the reference, by `kl_estimator`; only of sampled tokens, on others it estimates nothing
     tis_weight     importance weight
     seq_masked     bool: the token's sequence was masked out
     entropy        nats
+    <name>/<name>  `Algorithm.measures`, of any length
     """
     detached = {
         field.name: value.detach()
@@ -38,11 +39,11 @@ def token_stats(algorithm: Algorithm, batch: TokenBatch) -> dict[str, Tensor]:
     if batch.entropy is not None:
         stats["entropy"] = batch.entropy
     options = algorithm.options
-    if batch.ref_logprobs is not None:
+    if batch.ref_logprobs is not None and batch.rollout_logprobs is not None:
         stats["kl"] = terms.kl(batch, options.kl_estimator if isinstance(options, TokenOptions) else "k3")
     if isinstance(options, TokenOptions):
         stats |= _ratio_stats(algorithm, options, batch)
-    return stats
+    return stats | algorithm.measures(batch)
 
 
 def _ratio_stats(algorithm: Algorithm, options: TokenOptions, batch: TokenBatch) -> dict[str, Tensor]:

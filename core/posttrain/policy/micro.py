@@ -43,11 +43,12 @@ class MicroBatch:
         def floats(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64)
 
-        rollout = floats([row.rollout_logprobs[position] for row in rows for position in row.trained])
+        sampled = [row.rollout_logprobs[t] for row in rows if row.rollout_logprobs is not None for t in row.trained]
+        given = any(row.rollout_logprobs is None for row in rows)
         paired = any(row.pair is not None for row in rows)
         return TokenInputs(
             rows=self.packed,
-            mask=torch.ones(len(rollout), dtype=torch.bool, device=device),
+            mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
             sequence=torch.arange(len(rows)).repeat_interleave(lengths).to(device),
             advantages=floats([row.advantage for row in rows]).repeat_interleave(lengths),
             rewards=floats([row.reward for row in rows]),
@@ -56,7 +57,7 @@ class MicroBatch:
             total_sequences=totals.sequences,
             total_pairs=totals.pairs,
             old_logprobs=self.old,
-            rollout_logprobs=rollout,
+            rollout_logprobs=None if given else floats(sampled),
             ref_logprobs=self.reference,
             pair=torch.tensor([-1 if row.pair is None else row.pair for row in rows], device=device) if paired else None,
             chosen=torch.tensor([bool(row.chosen) for row in rows], device=device) if paired else None,

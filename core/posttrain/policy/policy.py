@@ -24,6 +24,7 @@ from torch import Tensor
 from posttrain.config.schema import RunConfig
 from posttrain.errors import ConfigError, DataError
 from posttrain.objective.objective import Objective
+from posttrain.policy import prefix
 from posttrain.policy.load import load_causal_lm
 from posttrain.policy.micro import MicroBatch, Totals
 from posttrain.policy.module import PolicyModule
@@ -42,7 +43,7 @@ class Policy:
     """The trained model of a run.
 
     `version` counts batch steps that trained; `updates` counts optimizer steps, skipped ones included, and places the
-    learning rate on its curve. Raises EngineStartError when the model cannot be loaded, ConfigError when its dtypes do not
+    learning rate on its curve. `notes` are lines to say about how the model is computed. Raises EngineStartError when the model cannot be loaded, ConfigError when its dtypes do not
     fit each other or the probe finds that this policy would not compute the model's own log-probs.
     """
 
@@ -50,6 +51,7 @@ class Policy:
         self.config, self.rl, self.objective = config, config.rl, objective
         self.version = self.updates = 0
         self.dp_world = 1
+        self.notes: list[str] = []
         self.module = self._build_module(model_path)
         check_forward(self.module)
         self.reference: PolicyModule | None = None
@@ -90,6 +92,19 @@ class Policy:
             self._optimizer_step(step, measures, first=number == 0)
         self.version += 1
         return measures.result()
+
+    def evaluate(self, rows: list[Row]) -> dict[str, float]:
+        """The loss of `rows` as one optimizer step and the algorithm's own measures; no weight moves."""
+        measures, totals, loss = StepMeasures(), Totals.of(rows), 0.0
+        with torch.no_grad():
+            for micro in self._micro_batches(rows, list(range(len(rows)))):
+                if self.reference is not None:
+                    micro.reference = self._recorded(self.reference, micro)
+                share, stats = self.objective.score(self.module, micro.inputs(totals))
+                for name, array in stats.items():
+                    measures.arrays[name].append(array.to("cpu", torch.float64))
+                loss += float(share)
+        return {"loss": loss, **measures.means()}
 
     def logprobs(self, rows: list[Row]) -> list[list[float]]:
         """Log-probs of each row's trained tokens under the current weights; no gradient."""
@@ -178,17 +193,30 @@ class Policy:
         ).to("cuda" if torch.cuda.is_available() else "cpu")
         return PolicyModule(
             model,
+            shared_prefix=self._shares_prefix(model),
             temperature=self.config.rollout.temperature,
             chunk_tokens=self.rl.logprob_chunk_tokens,
-            shared_prefix=self.rl.shared_prefix,
             gradient_checkpointing=self.rl.gradient_checkpointing,
             compute_dtype=None if compute == storage else compute,
         )
 
+    def _shares_prefix(self, model: Any) -> bool:
+        """Whether a group's prompt is computed once: as asked, where that is exact."""
+        asked, problem = self.rl.shared_prefix, prefix.why_not(model)
+        if asked and problem:
+            self.notes.append(
+                f"rl.shared_prefix: off, each row computes its prompt itself; on model_type={model.config.model_type!r} a shared "
+                f"prefix would not be exact: {problem}"
+            )
+        used, wanted = model.config._attn_implementation, self.config.model.attn_implementation
+        if used != wanted and not (asked and not problem):
+            self.notes.append(f"model.attn_implementation: {used}, because {wanted} would leave out the model's soft cap")
+        return asked and not problem
+
     def _partition(self, rows: list[Row], part: list[int]) -> list[list[int]]:
         return micro_batches(
             rows, part, count=self.rl.micro_batch_per_replica, tokens=self.rl.micro_batch_tokens,
-            keep_groups=self.rl.shared_prefix,
+            keep_groups=self.module.shared_prefix,
         )  # fmt: skip
 
     def _micro_batches(self, rows: list[Row], part: list[int]) -> list[MicroBatch]:
@@ -233,7 +261,6 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
             raise failure
         (loss * self.dp_world).backward()  # FSDP averages over ranks; contributions must sum
-        assert inputs.rollout_logprobs is not None
         measures.add(stats, seen[0], inputs.rollout_logprobs, first=first)
         return float(loss.detach())
 

@@ -11,7 +11,7 @@ class Row:
 
     input_ids         [L]
     mask              [L] about token t itself: sampled by the model and trained; never the first token
-    rollout_logprobs  [L] of the distribution sampled from; anything where mask is False
+    rollout_logprobs  [L] of the distribution sampled from, anything where mask is False; None: it came with the data
     advantage         of the whole row
     reward, baseline  the episode's reward and its group's mean
     group             id of its group
@@ -23,7 +23,7 @@ class Row:
 
     input_ids: list[int]
     mask: list[bool]
-    rollout_logprobs: list[float]
+    rollout_logprobs: list[float] | None
     advantage: float = 0.0
     reward: float = 0.0
     baseline: float = 0.0
@@ -34,7 +34,8 @@ class Row:
     id: str = ""
 
     def __post_init__(self) -> None:
-        lengths = (len(self.input_ids), len(self.mask), len(self.rollout_logprobs))
+        logprobs = self.mask if self.rollout_logprobs is None else self.rollout_logprobs
+        lengths = (len(self.input_ids), len(self.mask), len(logprobs))
         if len(set(lengths)) != 1:
             raise ValueError(f"row {self.id!r}: input_ids, mask and rollout_logprobs have lengths {lengths}; they must be equal")
         if not any(self.mask):

@@ -21,7 +21,7 @@ MEANS = {
     "policy/tis_weight": "tis_weight",
     "policy/seq_masked_share": "seq_masked",
 }
-"""Metric name to the per-token array of `Objective.score` whose mean it is."""
+"""Metric name to the per-token array of `Objective.score` whose mean it is; arrays named `…/…` are metrics already."""
 
 
 @dataclass(slots=True)
@@ -57,34 +57,40 @@ class StepMeasures:
         yield
         self.seconds[f"time/{name}_s"] += time.perf_counter() - began
 
-    def add(self, stats: dict[str, Tensor], logprobs: Tensor, rollout: Tensor, *, first: bool) -> None:
-        """One micro-batch. `first`: of the first optimizer step, whose weights sampled nothing newer."""
+    def add(self, stats: dict[str, Tensor], logprobs: Tensor, rollout: Tensor | None, *, first: bool) -> None:
+        """One micro-batch. `rollout` None: nobody sampled it. `first`: of the first optimizer step, whose weights sampled it."""
         self.tokens += len(logprobs)
         for name, array in stats.items():
             self.arrays[name].append(array.to("cpu", torch.float64))
-        if first:
+        if first and rollout is not None:
             self.arrays["gap"].append(logprobs.to("cpu", torch.float64) - rollout.to("cpu", torch.float64))
 
     def result(self) -> StepResult:
         """Everything at once, in Python floats."""
-        arrays = {name: torch.cat(parts) for name, parts in self.arrays.items()}
         norms = [outcome.grad_norm for outcome in self.outcomes]
         skipped = sum(outcome.skipped for outcome in self.outcomes)
-        gap = arrays["gap"]
-        ratio = gap.clamp(-20, 20).exp()
         metrics = {
             "loss": _mean(self.losses),
             "grad_norm": _mean([norm for norm in norms if math.isfinite(norm)] or norms),
             "lr": self.lr,
             "tokens/trained": self.tokens,
-            "policy/logprob_gap": gap.abs().mean().item(),
-            "policy/ratio_min": ratio.min().item(),
-            "policy/ratio_mean": ratio.mean().item(),
-            "policy/ratio_max": ratio.max().item(),
             "policy/skipped_steps": skipped,
         }
-        metrics |= {metric: arrays[name].mean().item() for metric, name in MEANS.items() if name in arrays}
-        return StepResult(metrics, len(norms) - skipped, skipped > 0, dict(self.seconds))
+        return StepResult(metrics | self.means(), len(norms) - skipped, skipped > 0, dict(self.seconds))
+
+    def means(self) -> dict[str, float]:
+        """The metrics that are means of the arrays collected so far: sum over everything, divided by its number."""
+        arrays = {name: torch.cat(parts) for name, parts in self.arrays.items()}
+        found = {metric: arrays[name] for metric, name in MEANS.items() if name in arrays}
+        found |= {name: array for name, array in arrays.items() if "/" in name}
+        metrics = {name: array.mean().item() for name, array in found.items() if len(array)}
+        if (gap := arrays.get("gap")) is not None:
+            ratio = gap.clamp(-20, 20).exp()
+            metrics["policy/logprob_gap"] = gap.abs().mean().item()
+            metrics["policy/ratio_min"] = ratio.min().item()
+            metrics["policy/ratio_mean"] = ratio.mean().item()
+            metrics["policy/ratio_max"] = ratio.max().item()
+        return metrics
 
 
 def _mean(values: list[float]) -> float:

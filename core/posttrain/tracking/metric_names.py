@@ -79,6 +79,15 @@ _define(
     ("policy/logprob_gap", "nats", "Mean absolute difference of the same log-probs: how far engine and trainer disagree."),
 )
 _define(
+    "Preferences", "dpo",
+    ("dpo/margin", "", "Implicit reward of the chosen minus that of the rejected completion, mean over pairs. 0 at the start."),
+    ("dpo/accuracy", "share", "Pairs whose margin is positive; one of exactly 0 counts one half, so the start is 0.5."),
+    ("dpo/chosen_reward", "", "β·(log π − log π_ref) of the chosen completion, summed over its tokens, mean over pairs."),
+    ("dpo/rejected_reward", "", "The same of the rejected completions."),
+    ("dpo/chosen_logprob", "nats", "Log-prob of the whole chosen completion, mean over pairs. Falling: the policy forgets it."),
+    ("dpo/rejected_logprob", "nats", "The same of the rejected completions."),
+)
+_define(
     "Time", "loop",
     ("time/step_s", "s", "The whole batch step, validation and checkpoint not included."),
     ("time/rollout_s", "s", "Generation and scoring."),
@@ -110,6 +119,8 @@ _define(
     ("validation/length/mean", "tokens", "Mean completion length."),
     ("validation/truncated_share", "share", "Samples that hit the length limit."),
     ("validation/time_s", "s", "Duration of the validation."),
+    ("validation/loss", "", "Loss on held-out preference pairs."),
+    ("validation/dpo/<measure>", "", "A measure of the section Preferences, on held-out pairs."),
 )
 
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from posttrain.types import TokenBatch
 
 
+ROUNDING = 1e-6
+"""A margin within this share of the log-probs is none: the pair counts one half in the accuracy, as a coin toss would."""
+
+
 class DPO(PreferenceAlgorithm):
     """DPO: learns from pairs of a chosen and a rejected completion."""
 
@@ -66,17 +70,46 @@ class DPO(PreferenceAlgorithm):
             losses = -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
         return losses.sum() / max(batch.total_pairs, 1.0)
 
+    def measures(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Implicit rewards β·(log π − log π_ref), their differences, and log-probs of whole completions; `[P]` each."""
+        beta, (chosen, rejected) = cast(DPO.Options, self.options).beta, sides(batch)
+        gains, logprobs = self.gains(batch), terms.sequence_sums(batch.logprobs, batch)
+        margins = gains[chosen] - gains[rejected]
+        noise = ROUNDING * (logprobs[chosen].abs() + logprobs[rejected].abs())
+        return {
+            "dpo/margin": beta * margins,
+            "dpo/accuracy": (margins.masked_fill(margins.abs() <= noise, 0.0).sign() + 1) / 2,
+            "dpo/chosen_reward": beta * gains[chosen],
+            "dpo/rejected_reward": beta * gains[rejected],
+            "dpo/chosen_logprob": logprobs[chosen],
+            "dpo/rejected_logprob": logprobs[rejected],
+        }
+
     def margins(self, batch: TokenBatch) -> Tensor:
         """Δ of each pair that counts; `[P]`. Raises BatchError unless each is one chosen and one rejected row."""
-        options = cast(DPO.Options, self.options)
-        pair = terms.require(batch, "pair", "dpo scores pairs")
-        chosen = terms.require(batch, "chosen", "dpo scores pairs").bool()
+        chosen, rejected = sides(batch)
+        gains = self.gains(batch)
+        return gains[chosen] - gains[rejected]
+
+    def gains(self, batch: TokenBatch) -> Tensor:
+        """log π − log π_ref of each row, summed over its trained tokens (or their mean, `length_normalised`); `[S]`."""
         gains = batch.logprobs - terms.require(batch, "ref_logprobs", "dpo compares with the reference model")
-        per_row = terms.sequence_means(gains, batch) if options.length_normalised else terms.sequence_sums(gains, batch)
-        ids, place = pair.unique(return_inverse=True)
-        sides = pair.new_zeros(2, len(ids)).index_put((chosen.long(), place), pair.new_ones(len(pair)), accumulate=True)
-        if broken := ids[((sides != 1).any(0)) & (ids >= 0)].tolist():
-            raise BatchError(f"pairs {broken} are not one chosen and one rejected row", fix="keep a pair in one batch")
-        counts = pair.new_zeros(len(ids)).index_add(0, place, (terms.sequence_lengths(batch) > 0).long()) == 2
-        signed = per_row.where(chosen, -per_row)
-        return signed.new_zeros(len(ids)).index_add(0, place, signed)[counts & (ids >= 0)]
+        mean = cast(DPO.Options, self.options).length_normalised
+        return terms.sequence_means(gains, batch) if mean else terms.sequence_sums(gains, batch)
+
+
+def sides(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """The chosen and the rejected row of each pair that counts, as indices; `[P]` each, by pair number.
+
+    Raises BatchError unless each pair is one chosen and one rejected row.
+    """
+    pair = terms.require(batch, "pair", "dpo scores pairs")
+    chosen = terms.require(batch, "chosen", "dpo scores pairs").bool()
+    ids, place = pair.unique(return_inverse=True)
+    where, counted = (chosen.long(), place), pair.new_zeros(2, len(ids))
+    if broken := ids[((counted.index_put(where, pair.new_ones(len(pair)), accumulate=True) != 1).any(0)) & (ids >= 0)].tolist():
+        raise BatchError(f"pairs {broken} are not one chosen and one rejected row", fix="keep a pair in one batch")
+    rows = counted.index_put(where, pair.new_ones(len(pair)).cumsum(0) - 1)
+    trained = terms.sequence_lengths(batch) > 0
+    counts = trained[rows].all(0) & (ids >= 0)
+    return rows[1, counts], rows[0, counts]
