@@ -60,6 +60,7 @@ BOUNDS: dict[str, Range] = {
     "rollout.generate_timeout_s": _POSITIVE,
     "rollout.reward_timeout_s": _POSITIVE,
     "rollout.reward_workers": _NATURAL,
+    "grid.num_replicas": _NATURAL,
     "grid.threads": _COUNT,
     "validation.every": _COUNT,
     "validation.prompts": _COUNT,

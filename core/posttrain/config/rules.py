@@ -7,6 +7,7 @@ A rule names the keys that it reads; it is skipped when one of them has a proble
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -134,20 +135,46 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _not_yet(path: str, reason: str, *works: object) -> tuple[tuple[str, ...], Rule]:
-    """A key whose feature is not there yet: valid, and every value but the default and `works` is refused with the reason."""
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Why a key takes no value but its default and `works` yet."""
+
+    reason: str
+    works: tuple[object, ...] = ()
+
+
+_NO_REFILL = "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out"
+_ONE_PROCESS = "roles run in this process and engines on this machine"
+
+NOT_YET: dict[str, NotYet] = {
+    "rl.routing_replay": NotYet("no engine here returns its expert routing"),
+    "rl.min_informative_groups": NotYet(_NO_REFILL),
+    "rl.min_informative_groups_frac": NotYet(_NO_REFILL),
+    "rl.dynamic_sampling_max_extra_rollouts": NotYet(_NO_REFILL),
+    "rl.dynamic_sampling_on_budget_exhausted": NotYet(_NO_REFILL),
+    "rollout.max_async_rollout": NotYet("batches are generated strictly on-policy"),
+    "rollout.max_off_policy_steps": NotYet("no trajectory grows old: batches are generated strictly on-policy"),
+    "loop.commit_order": NotYet("every batch is a whole cohort, in the order of its draws", ("logical",)),
+    "grid.backend": NotYet(_ONE_PROCESS),
+    "grid.num_replicas": NotYet(_ONE_PROCESS),
+    "grid.grouping": NotYet(_ONE_PROCESS),
+    "grid.gpu_placement": NotYet("all roles are on this machine and share its devices"),
+    "evals": NotYet("held-out rewards come from validation.* only"),
+}
+"""Keys whose feature is not there yet: valid, and refused with the reason. The reference is generated from it, too."""
+
+
+def _not_yet(path: str, why: NotYet) -> tuple[tuple[str, ...], Rule]:
     read = attrgetter(path)
     default = read(RunConfig())
     typed = {None: "null", (): "[]"}.get(default, default)
 
     def rule(config: RunConfig) -> Iterator[Problem]:
-        if read(config) not in (default, *works):
-            yield Problem(path, f"not available yet: {reason}", f"set {path}={typed}")
+        if read(config) not in (default, *why.works):
+            yield Problem(path, f"not available yet: {why.reason}", f"set {path}={typed}")
 
     return (path,), rule
 
-
-_NO_REFILL = "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out"
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("model.name_or_path", "model.factory"), _model),
@@ -160,16 +187,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("rl.lr_scheduler", "rl.steps", "rl.batch_per_replica", "rl.mini_batch_per_replica"), _optimizer),
     (("weights.transport", "rollout.engine"), _transport),
     (("model.attn_implementation", "rl.shared_prefix"), _attention),
-    _not_yet("rl.routing_replay", "no engine here returns its expert routing"),
-    _not_yet("rl.min_informative_groups", _NO_REFILL),
-    _not_yet("rl.min_informative_groups_frac", _NO_REFILL),
-    _not_yet("rl.dynamic_sampling_max_extra_rollouts", _NO_REFILL),
-    _not_yet("rl.dynamic_sampling_on_budget_exhausted", _NO_REFILL),
-    _not_yet("rollout.max_async_rollout", "batches are generated strictly on-policy"),
-    _not_yet("rollout.max_off_policy_steps", "no trajectory grows old: batches are generated strictly on-policy"),
-    _not_yet("loop.commit_order", "every batch is a whole cohort, in the order of its draws", "logical"),
-    _not_yet("grid.backend", "roles run in this process and engines on this machine"),
-    _not_yet("grid.gpu_placement", "all roles are on this machine and share its devices"),
-    _not_yet("evals", "held-out rewards come from validation.* only"),
+    *(_not_yet(path, why) for path, why in NOT_YET.items()),
 )
 """Each rule with the keys that it reads."""

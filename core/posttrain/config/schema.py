@@ -103,7 +103,7 @@ class RolloutConfig:
     tensor_parallel_size: int = 1  # ranks of one engine
     base_port: int = 8100  # reserved for engine servers; the engines of one host use no port
     max_async_rollout: int = 0  # batch steps that rollouts may run ahead; 0: strictly on-policy
-    max_off_policy_steps: int = 8  # batch steps after which a trajectory in flight is aborted (not yet)
+    max_off_policy_steps: int = 8  # batch steps after which a trajectory in flight is aborted
     start_timeout_s: float = 300.0  # deadline of an engine's start
     generate_timeout_s: float = 1800.0  # deadline of one batch of completions
     reward_timeout_s: float = 30.0  # deadline of one reward
@@ -121,7 +121,9 @@ class GridConfig:
     backend: Literal["local", "ray"] = "local"  # who hosts the roles
     shapes: ShapesConfig = field(default_factory=ShapesConfig)
     ranks: int = 1  # rank width when shapes are not given
-    gpu_placement: Literal["colocated", "disaggregated"] = "colocated"  # whether roles share devices (disaggregated: not yet)
+    num_replicas: int = 1  # rollout replicas when shapes are not given
+    grouping: Literal["single", "per_role"] = "single"  # whether roles share processes
+    gpu_placement: Literal["colocated", "disaggregated"] = "colocated"  # whether roles share devices
     dp_replicate: int = 1  # HSDP replicas inside the policy's ranks
     dp_shard: int = 1  # FSDP shards inside the policy's ranks
     threads: int = 0  # torch threads of this process; 0: the machine's cores
@@ -162,7 +164,7 @@ class WeightsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    commit_order: Literal["auto", "logical", "arrival"] = "auto"  # auto: logical, cohort by cohort (arrival: not yet)
+    commit_order: Literal["auto", "logical", "arrival"] = "auto"  # auto: logical, cohort by cohort
     shutdown_timeout_s: float = 60.0  # deadline of closing engines and workers
 
 
