@@ -107,6 +107,16 @@ def test_a_mask_shifted_by_one_is_refused_in_words():
     assert "about token t itself" in str(caught.value)
 
 
+def test_a_packer_that_writes_into_the_trajectory_is_refused_too():
+    class InPlace(PlainPacker):
+        def get_policy_input(self, trajectory):
+            trajectory.mask[-1] = False
+            return super().get_policy_input(trajectory)
+
+    with pytest.raises(PackerError, match=r"InPlace\.get_policy_input changed the trajectory"):
+        make_row(trajectory("a", 0, 1.0), InPlace(), 0.0, 0.0)
+
+
 @pytest.mark.parametrize(("prompt", "cause"), [([7, 7, 8], "twice"), ([8], "miss")])
 def test_a_bos_that_is_doubled_or_missing_in_a_row_is_caught(prompt, cause):
     class Prefixing(PlainPacker):

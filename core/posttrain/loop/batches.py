@@ -67,10 +67,11 @@ def make_row(
 
     Raises PackerError when they are not, and E13 for a BOS or EOS that is doubled or missing.
     """
+    sampled, trained = list(trajectory.token_ids), list(trajectory.mask)  # a packer may write into what it is given
     item = packer.get_policy_input(trajectory)
     ids, mask = [int(i) for i in item["input_ids"]], [bool(m) for m in item["mask"]]
-    prompt = len(ids) - len(trajectory.token_ids)
-    if prompt < 0 or ids[prompt:] != list(trajectory.token_ids) or mask != [False] * prompt + list(trajectory.mask):
+    prompt = len(ids) - len(sampled)
+    if prompt < 0 or ids[prompt:] != sampled or mask != [False] * prompt + trained:
         raise PackerError(
             f"{type(packer).__name__}.get_policy_input changed the trajectory {trajectory.sample_id!r}",
             cause="its ids must end with the sampled ids, and mask[t] is about token t itself, not the position that predicts it",
