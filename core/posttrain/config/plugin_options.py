@@ -77,18 +77,21 @@ class PluginCheck:
     def environment(self, config: EnvironmentConfig, path: str) -> EnvironmentConfig:
         """An environment with every option resolved."""
         values = self.options("envs", config.name, config.options, f"{path}.name", f"{path}.options")
-        if not self.failed(path):
-            self.construct(resolve("envs", config.name).Options, values, f"{path}.options")
+        if not self.failed(path) and isinstance(cls := resolve("envs", config.name), type):
+            values = self.construct(cls.Options, values, f"{path}.options")  # type: ignore[attr-defined]
         return replace(config, options=values)
 
-    def construct(self, options: Any, values: Mapping[str, Any], path: str) -> None:
-        """Run an `Options` class's own check."""
+    def construct(self, options: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
+        """Run an `Options` class's own check. The values as it keeps them: a path made absolute, a short form written out."""
         try:
-            options(**values)
+            made = options(**values)
         except PosttrainError as exc:
-            self.walker.report(path, exc.message, exc.fix)
+            self.walker.problems.append(Problem(path, exc.message, exc.fix, exc))
         except (ValueError, TypeError) as exc:
             self.walker.report(path, str(exc))
+        else:
+            return {name: getattr(made, name) for name in values}
+        return values
 
     def options(self, kind: str, name: str, given: Mapping[str, Any], name_path: str, path: str) -> dict[str, Any]:
         """The checked options of one plug-in; for those that are imported, with all defaults."""
@@ -111,7 +114,7 @@ class PluginCheck:
             if fields is not None or kind == "datapackers":
                 return fields or []
         cls = resolve(kind, name)
-        options = getattr(cls, "Options", None)
+        options = getattr(cls, "Options", None) if isinstance(cls, type) else None
         if options is None:
             return []
         if not (isinstance(options, type) and dataclasses.is_dataclass(options)):

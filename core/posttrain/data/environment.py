@@ -97,6 +97,13 @@ class Environment(ABC):
     def compute_reward(self, state: EpisodeState) -> Reward | float | Awaitable[Reward | float]:
         """What the finished episode is worth. A plain function runs in a pool of processes, a coroutine on the event loop."""
 
+    async def finish_reward(self, state: EpisodeState, reward: Reward) -> Reward | float:
+        """Work that waits, on the event loop, after a plain `compute_reward` has given `reward`; its result is what counts.
+
+        For a judge that is asked only when a check passed, say. Not called when `reward` is unscorable. Default: `reward`.
+        """
+        return reward
+
 
 def episode(env: Environment, task: Mapping[str, Any], completion: str, *, seed: int = 0) -> EpisodeState:
     """The state of a single-turn episode that was answered with `completion`."""

@@ -58,6 +58,8 @@ def build(
         return build_algorithm(label, cls, init.get("context") or Context(), options)
     if kind == "datapackers":
         return build_packer(label, cls, options)
+    if not isinstance(cls, type):
+        return _as_given(cls, options, label, where)
     absent = [p for p, required in _parameters(cls).items() if required and p not in init]
     if absent:
         raise ConfigError(f"{kind} {label!r} needs {', '.join(absent)} to be built", fix=f"pass {absent[0]}=…", where=where)
@@ -72,6 +74,14 @@ def build_packer(label: str, factory: Any, options: Mapping[str, Any] | None = N
     if not isinstance(packer, DataPacker):
         raise error("E10", path=label, got=f"a {type(packer).__name__}")
     return packer
+
+
+def _as_given(instance: Any, options: Mapping[str, Any], label: str, where: str) -> Any:
+    """An environment that a person built. Its options are set already."""
+    if options:
+        fix = "set them where the object is made, or give its class"
+        raise ConfigError(f"{label!r} is an object, options {', '.join(options)} have no place", fix=fix, where=where)
+    return instance
 
 
 def build_options(cls: type, options: Mapping[str, Any], label: str, where: str = "") -> Any:

@@ -70,7 +70,7 @@ def ambiguous(kind: Kind, ref: str, found: Iterable[PluginInfo], where: str = ""
 def import_failed(kind: Kind, ref: str, target: str, info: PluginInfo | None, exc: BaseException, where: str = "") -> PluginError:
     """The module of a plug-in could not be imported: a dependency is missing, or the import raised."""
     subject = f"{kind.noun} {ref!r}" + (f" ({info.owner})" if info else "")
-    at = _location(exc, target)
+    at = location(exc, target)
     missing = missing_dependency(exc, target)
     if missing:
         return PluginError(
@@ -164,7 +164,7 @@ def _requirements(info: PluginInfo) -> list[str]:
         return []
 
 
-def _location(exc: BaseException, target: str) -> str:
+def location(exc: BaseException, target: str) -> str:
     """`file.py:3` where the plug-in's import failed."""
     if isinstance(exc, SyntaxError) and exc.filename:
         return f"{exc.filename}:{exc.lineno}"

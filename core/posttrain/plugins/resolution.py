@@ -1,7 +1,7 @@
 """From what a config or a person wrote to a checked class: one validator behind all routes.
 
 A reference is a bare name (when unique), `distribution/name`, `module:attr`, a dotted path, `path.py:attr`, or from Python the
-object itself. Workers resolve the same references with the same code.
+object itself, which a config writes as `object:NAME` (see `objects`). Workers resolve the same references with the same code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from posttrain.errors import error
 from posttrain.plugins import problems
 from posttrain.plugins.discovery import PluginInfo, discover, normalised
 from posttrain.plugins.kinds import SUPPORTED_APIS, Kind, kind_of
+from posttrain.plugins.objects import PREFIX, held
 
 
 def resolve(kind: str, ref: Any, *, where: str = "") -> Any:
@@ -36,6 +37,8 @@ def resolve(kind: str, ref: Any, *, where: str = "") -> Any:
         if api not in SUPPORTED_APIS:
             raise problems.wrong_api(spec, ref, info, api, info.card.file, where)
     target = info.value if info else target_of(ref)
+    if target.startswith(PREFIX):
+        return validate(spec, ref, None, held(target), where)
     try:
         loaded = import_target(target)
     except (Exception, SystemExit) as exc:
@@ -72,7 +75,12 @@ def target_of(ref: str) -> str:
 
 
 def import_target(target: str) -> Any:
-    """The object at `module:attr` or `path.py:attr`; imports what it must. Raises whatever the import raises."""
+    """The object at `module:attr` or `path.py:attr`; imports what it must. Raises whatever the import raises.
+
+    Also `object:NAME`, an object that this process holds; ConfigError when it does not.
+    """
+    if target.startswith(PREFIX):
+        return held(target)
     module, _, attr = target.rpartition(":") if ":" in target else (target, "", "")
     loaded = _import_file(Path(module)) if module.endswith(".py") else _import_module(module)
     return reduce(getattr, attr.split("."), loaded) if attr else loaded
@@ -83,7 +91,7 @@ def validate(kind: Kind, ref: str, info: PluginInfo | None, loaded: Any, where: 
     file = _file_of(loaded)
     base = kind.base_class
     if not isinstance(loaded, type):
-        if kind.factory and callable(loaded):
+        if (kind.factory and callable(loaded)) or (info is None and kind.name == "envs" and isinstance(loaded, base)):
             return loaded
         raise problems.wrong_type(kind, ref, info, f"is {_describe(loaded)}", file, where)
     if not issubclass(loaded, base):
@@ -107,13 +115,20 @@ def _import_module(name: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Load a file as a module of its own name; classes in it travel to other processes by value."""
+    """Load a file as a module of its own name, once (an edited file again); it may import other files of its folder.
+
+    What is defined in it travels to other processes by value. A module that a person imported from this file is taken as it is.
+    """
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    name = f"posttrain_file_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
+    digest = hashlib.sha1(str(path).encode() + path.read_bytes()).hexdigest()[:8]
+    name = f"posttrain_file_{path.stem}_{digest}"
+    known = sys.modules.get(name) or _imported_from(path)
+    if known is not None:
+        return known
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -127,6 +142,17 @@ def _import_file(path: Path) -> Any:
 
     cloudpickle.register_pickle_by_value(module)
     return module
+
+
+def _imported_from(path: Path) -> Any:
+    """The module that an ordinary import made of this file, None when there is none."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(path.name) or name.startswith(("posttrain_file_", "__m")):
+            continue
+        if Path(file).resolve() == path:
+            return module
+    return None
 
 
 def _file_of(loaded: Any) -> str:

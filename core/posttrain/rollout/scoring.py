@@ -1,5 +1,6 @@
 """Reward execution: synchronous rewards in a pool of processes, asynchronous ones on the loop, both with a deadline.
 
+An environment may do both: a plain `compute_reward` in the pool, then its `finish_reward` on the loop, each with the deadline.
 Nothing CPU-bound runs on the event loop, and a reward that cannot be had is unscorable, never 0. `score` is the same path for
 one completion text, for anyone's own loop:
 
@@ -11,17 +12,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.environment import Environment, episode
+from posttrain.rollout.event_loop import run_to_end
 from posttrain.rollout.rewards import as_reward, raised, unscorable
 from posttrain.rollout.worker_pool import WorkerPool
 from posttrain.types import Reward
 
 if TYPE_CHECKING:
-    from posttrain.data.environment import Environment, EpisodeState
+    from posttrain.data.environment import EpisodeState
 
 _log = logging.getLogger("posttrain.rewards")
 
@@ -45,6 +47,7 @@ class Scorer:
         blocking = {name: env for name, env in environments.items() if not inspect.iscoroutinefunction(env.compute_reward)}
         self._pool = WorkerPool(blocking, workers=workers, timeout_s=timeout_s, log_path=log_path) if blocking else None
         self._blocking = frozenset(blocking)
+        self._finishing = frozenset(n for n, env in blocking.items() if type(env).finish_reward is not Environment.finish_reward)
 
     async def start(self) -> None:
         """Start the workers. Raises PluginError when an environment cannot be built in them."""
@@ -55,8 +58,11 @@ class Scorer:
         """The reward of one episode; unscorable (total None, `info["cause"]`) when there is none. Never raises for a bad one."""
         if env in self._blocking and self._pool:
             reward = await self._pool.score(env, state)
+            if env in self._finishing and reward.total is not None:
+                plain = reward
+                reward = await self._within(lambda: self._environments[env].finish_reward(state, plain))
         else:
-            reward = await self._score_here(self._environments[env], state)
+            reward = await self._within(lambda: self._environments[env].compute_reward(state))
         if reward.total is None:
             sample = state.trajectory.sample_id if state.trajectory else ""
             _log.warning("reward of sample %r (%s) is unscorable: %s: %s",
@@ -68,11 +74,11 @@ class Scorer:
         if self._pool:
             await self._pool.close()
 
-    async def _score_here(self, env: Environment, state: EpisodeState) -> Reward:
+    async def _within(self, call: Callable[[], Any]) -> Reward:
+        """What the coroutine of `call()` comes to, within the deadline."""
         try:
             async with asyncio.timeout(self._timeout) as deadline:
-                value: Any = env.compute_reward(state)
-                return as_reward(await value)
+                return as_reward(await call())
         except Exception as exc:
             if isinstance(exc, TimeoutError) and deadline.expired():
                 return unscorable("timeout", f"no reward within {self._timeout:g} s (rollout.reward_timeout_s)")
@@ -84,8 +90,6 @@ def score(env: Environment | str, row: Mapping[str, Any], completion: str, *, ti
 
     env: an environment object, or a plug-in name. row: a row of its dataset. Works inside a running event loop too.
     """
-    from posttrain.data.environment import episode
-
     if isinstance(env, str):
         from posttrain.plugins import load
 
@@ -100,26 +104,4 @@ def score(env: Environment | str, row: Mapping[str, Any], completion: str, *, ti
         finally:
             await scorer.close()
 
-    return _run(once())
-
-
-def _run(work: Any) -> Reward:
-    """Run a coroutine to its end from a place that may itself be inside an event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)  # type: ignore[no-any-return]
-    box: dict[str, Any] = {}
-
-    def target() -> None:
-        try:
-            box["value"] = asyncio.run(work)
-        except BaseException as exc:
-            box["error"] = exc
-
-    thread = threading.Thread(target=target, name="posttrain-score")
-    thread.start()
-    thread.join()
-    if "error" in box:
-        raise box["error"]
-    return box["value"]  # type: ignore[no-any-return]
+    return run_to_end(once())

@@ -1,0 +1,54 @@
+"""Run a coroutine to its end from ordinary code, also where an event loop already runs, as in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or what it raises. Ctrl-C cancels it, waits until it has closed everything, and is raised again."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return _in_thread(work)
+
+
+def _in_thread(work: Coroutine[Any, Any, T]) -> T:
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def main() -> T:
+        task = asyncio.ensure_future(work)
+        started.append((asyncio.get_running_loop(), task))
+        return await task
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(main()))
+        except BaseException as exc:
+            failure.append(exc)
+
+    thread = threading.Thread(target=target, name="posttrain")
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        while thread.is_alive() and not started:
+            time.sleep(0.01)
+        for loop, task in started:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    if failure:
+        raise failure[0]
+    return outcome[0]
