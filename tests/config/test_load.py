@@ -203,24 +203,6 @@ def test_options_typed_for_another_objective_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("typed", "path"),
-    [
-        ("use_ppo_clip=true", "rl.objective.use_ppo_clip=true"),
-        ("max_async_rollout=2", "rollout.max_async_rollout=2"),
-        ("learning_rate=1e-5", "rl.optimizer.lr=1e-05"),
-        ("number_of_minibatches=2", "rl.mini_batch_per_replica (completions per optimizer step"),
-    ],
-)
-def test_flat_keys_are_answered_with_their_path(typed, path, tmp_path) -> None:
-    assert f"the path here is {path}" in refused(TOY, typed)
-    file = tmp_path / "flat.yaml"
-    file.write_text(typed.replace("=", ": "))
-    key = typed.partition("=")[0]
-    text = refused(TOY, config_file=file)
-    assert f"{key}: unknown key  (flat.yaml:1)" in text and f"the path here is {path.partition('=')[0]}" in text
-
-
 def test_a_known_last_part_elsewhere_is_suggested() -> None:
     assert "did you mean rollout.gpu_memory_utilization?" in refused(TOY, "rl.gpu_memory_utilization=0.5")
 
@@ -247,24 +229,6 @@ def test_text_with_a_dollar_survives_the_round_trip(tmp_path) -> None:
 def test_interpolations_are_resolved_and_bad_ones_told() -> None:
     assert load_config([TOY, "seed=${rl.steps}"]).config.seed == 5
     assert "rl.stepz" in refused(TOY, "seed=${rl.stepz}")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [1,\n", "is not a valid YAML file"),
-        ("- a\n", "must hold a mapping"),
-        ("seed: 1\nseed: 2\n", "duplicate key seed"),
-    ],
-)
-def test_files_that_cannot_be_read(tmp_path, text, message) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    assert message in refused(config_file=path)
-
-
-def test_a_file_that_is_not_there(tmp_path) -> None:
-    assert "No such file" in refused(config_file=tmp_path / "no.yaml")
 
 
 def test_defaults_and_hydra_keys_mean_nothing_in_a_file(tmp_path) -> None:

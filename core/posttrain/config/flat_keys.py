@@ -1,13 +1,17 @@
-"""Flat keys that users of other trainers know, and their paths here: hints for unknown keys, never aliases."""
+"""Flat keys that users of other trainers know, and what answers each here: hints for unknown keys, never aliases.
+
+`FLAT_KEYS` leads to a path of ours; `ABSENT` and `FAMILIES` say why there is none and what to do instead.
+"""
 
 from __future__ import annotations
+
+import re
 
 _OBJECTIVE = (
     "use_ppo_clip",
     "clip_low",
     "clip_high",
     "clip_ratio_c",
-    "ppo_clip_ref_logprobs",
     "use_tis",
     "tis_mode",
     "tis_cap",
@@ -33,27 +37,34 @@ FLAT_KEYS: dict[str, str] = {
     **{key: f"rl.objective.{key}" for key in _OBJECTIVE},
     "algorithm": "rl.objective.name",
     "objective": "rl.objective.name",
-    "kl_penalty_tau": "rl.objective.kl_coef",
-    "dr_grpo_aggregation": "rl.objective.loss_aggregation",
+    "ppo_clip_ref_logprobs": "rl.objective.ppo_clip_ref_logprobs (old, rollout or auto: what is called batch elsewhere is old)",
+    "kl_penalty_tau": "rl.objective.kl_coef (towards the frozen start of the run, not towards the rollout policy)",
+    "dr_grpo_loss_agg_mode": "rl.objective.loss_aggregation (token for token_mean, constant for token_sum_norm)",
+    "dr_grpo_aggregation": "rl.objective.loss_aggregation (token for token_mean, constant for token_sum_norm)",
+    "entropy_chunk_size": "rl.logprob_chunk_tokens",
     "model_name": "model.name_or_path",
+    "model_dtype": "rl.master_dtype",
+    "master_dtype": "rl.master_dtype",
+    "mixed_precision_dtype": "rl.param_dtype",
     "chat_template": "model.chat_template",
+    "trust_remote_code": "model.trust_remote_code",
+    "gradient_checkpointing": "rl.gradient_checkpointing",
+    "megatron_gradient_checkpointing": "rl.gradient_checkpointing",
     "group_size": "rl.group_size",
     "number_of_steps": "rl.steps",
     "steps": "rl.steps",
     "number_of_minibatches": "rl.mini_batch_per_replica (completions per optimizer step: the batch divided by the number)",
     "prompts_batch_size_for_trainer": "rl.batch_per_replica (completions, not prompts: prompts times rl.group_size)",
+    "megatron_global_batch_size": "rl.batch_per_replica (completions, not prompts)",
     "discard_group_zero_advantage": "rl.discard_group_zero_advantage",
     "seq_len": "rollout.max_model_len (rows are never cut) and rl.micro_batch_tokens",
     "learning_rate": "rl.optimizer.lr",
     "lr": "rl.optimizer.lr",
     "weight_decay": "rl.optimizer.weight_decay",
-    "grad_clip": "rl.optimizer.grad_clip",
+    "grad_clip": "rl.optimizer.grad_clip (null, not 0, for no clipping)",
     "lr_scheduler": "rl.lr_scheduler.name",
     "warmup_steps": "rl.lr_scheduler.warmup_steps",
     "min_lr_ratio": "rl.lr_scheduler.min_lr_ratio",
-    "master_dtype": "rl.master_dtype",
-    "mixed_precision_dtype": "rl.param_dtype",
-    "gradient_checkpointing": "rl.gradient_checkpointing",
     "max_async_rollout": "rollout.max_async_rollout",
     "max_off_policy_steps": "rollout.max_off_policy_steps",
     "temperature": "rollout.temperature",
@@ -61,25 +72,103 @@ FLAT_KEYS: dict[str, str] = {
     "max_tokens": "rollout.max_tokens",
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",
+    "max_concurrent_prompts_per_server": "rollout.max_num_seqs (completions decoded together, not prompts)",
+    "max_num_batched_tokens": "rollout.options.engine_args.max_num_batched_tokens",
+    "vllm_scheduling_policy": "rollout.options.engine_args.scheduling_policy",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "inference_tensor_parallel_size": "rollout.tensor_parallel_size",
     "inference_base_port": "rollout.base_port",
-    "inference_num_workers": "grid.shapes.rollout",
-    "trainer_num_workers": "grid.shapes.policy",
+    "inference_num_workers": "grid.shapes.rollout (a list: [replicas, ranks])",
+    "trainer_num_workers": "grid.shapes.policy (a list: [replicas, ranks])",
     "weight_broadcast_bucket_mb": "weights.bucket_bytes (bytes, not MB)",
-    "checkpoint_every": "checkpoint.every",
+    "weight_broadcast_mode": "weights.transport",
+    "checkpoint_every": "checkpoint.every (a number of steps; 0: only the last)",
     "checkpoint_keep_last": "checkpoint.keep_last",
     "checkpoint_keep_every": "checkpoint.keep_every",
     "eval_every": "validation.every",
+    "eval_before_training": "validation.prompts (above 0, a run validates before its first and after its last step)",
+    "eval_after_training": "validation.prompts (above 0, a run validates before its first and after its last step)",
+    "rollout_block_size": "tracking.rollouts_every (steps between rollout files)",
+    "wandb_run_name": "name",
+    "wandb_tags": "tracking.tags (a mapping, written to provenance.json)",
     "env_worker_pool_size": "rollout.reward_workers",
+    "ray_placement_timeout_s": "rollout.start_timeout_s",
+    "ray_broadcast_init_timeout_s": "weights.stage_timeout_s",
+    "train_backend": "model_backend (hf, the only one)",
     "backend": "grid.backend",
 }
-"""Flat key → path here, with a note in parentheses where the unit differs."""
+"""Flat key → path here, with a note in parentheses where the meaning or the unit differs."""
+
+_REWARD = "do it in the environment's reward, which sees the tokens and the finish reason of an answer (state.trajectory)"
+_TOGETHER = "a batch is generated as one cohort; how many completions decode together is rollout.max_num_seqs"
+
+ABSENT: dict[str, str] = {
+    "debug": "there is no debug mode; --dry-run checks a config without training, --traceback shows where an error came from",
+    "tis_logprob_clamp": "log-ratios are always clamped to ±20",
+    "filter_overlong": f"answers cut off by the token limit are not filtered; {_REWARD}",
+    "overlong_penalty_factor": f"there is no length penalty; {_REWARD}",
+    "overlong_buffer_tokens": f"there is no length penalty; {_REWARD}",
+    "filter_gibberish": f"rewards are not filtered by how rare the tokens are; {_REWARD}",
+    "gibberish_token_threshold": f"rewards are not filtered by how rare the tokens are; {_REWARD}",
+    "gibberish_logprob_offset": f"rewards are not filtered by how rare the tokens are; {_REWARD}",
+    "filter_repetition": f"repetitive answers are not filtered; {_REWARD}",
+    "repetition_compression_threshold": f"repetitive answers are not filtered; {_REWARD}",
+    "pad_to_multiple_of": "rows are sorted by length and padded to the longest of their micro-batch only",
+    "fsdp_context_parallel_size": "a sequence lies on one rank; there is no context parallelism",
+    "enable_prompt_prefetch": "prompts are read and formatted by a loop of their own, with nothing to set",
+    "prompt_prefetch_buffer_size": "prompts are read and formatted by a loop of their own, with nothing to set",
+    "enable_individual_sample_lanes": _TOGETHER,
+    "free_lane_after_generation": f"scoring never holds an engine's slot; {_TOGETHER}",
+    "eager_prepare_resources": "an environment prepares what it needs when it is built",
+    "interleaved_rollouts": "token ids are kept from turn to turn always; no text is tokenised again",
+    "enable_thinking": "chat templates take no arguments here; write the choice into model.chat_template",
+    "inference_host": "engines are processes of this machine and listen on no address",
+    "checkpoint_save_training_state": "a checkpoint always holds the whole state of the training",
+    "resume_from_checkpoint": "it is a flag: posttrain train --resume RUN",
+    "checkpoint_dir": "checkpoints lie in RUN/checkpoints; the folder for runs is a flag: --run FOLDER",
+    "track_gpu_events": "what each role did when is always recorded, in the run's events.jsonl",
+    "use_wandb": "a run is recorded in plain files of its own directory; there are no trackers yet",
+    "enable_vllm_tracing": "the engine's requests are not traced",
+    "otlp_receiver_port": "the engine's requests are not traced",
+}
+"""Flat key → why no path answers it, and what does."""
+
+FAMILIES: dict[str, str] = {
+    "megatron_": "the policy is a Hugging Face model under FSDP2 (grid.dp_shard, grid.dp_replicate), not Megatron",
+    "ray_": "roles run in this process; Ray is not used yet (grid)",
+    "wandb_": "a run is recorded in plain files of its own directory; there are no trackers yet",
+    "weight_broadcast_": "weights travel as snapshots in host memory, with nothing more to set; see weights",
+    "eval_": "held-out rewards come from validation on the run's own engine; evals are not available yet",
+    "event_": "events.jsonl is written as things happen, with nothing to set",
+    "system_metrics_": "the machine's load is not recorded; metrics.jsonl has the times of each step",
+    "torch_memory_": "memory is not sampled; metrics.jsonl has the times of each step",
+    "metrics_logger_": "metrics.jsonl has one line for each batch step",
+}
+"""The same for keys by their first letters."""
+
+ENTRY_KEYS: dict[str, str] = {
+    "kwargs": "the key here is options",
+    "reward_min": "leave it out: rewards are used as the environment gives them",
+    "reward_max": "leave it out: rewards are used as the environment gives them",
+    "eval_every": "the path here is validation.every, for all environments",
+    "num_samples": "the path here is validation.prompts, for all environments",
+    "pass_k": "leave it out: validation tells the mean reward of validation.samples completions a prompt",
+    "separate_eval_samples": "leave it out: the test split of an environment is always held out",
+}
+"""Keys of an entry of a list of environments, with the whole hint."""
 
 
 def renamed(key: str, value: str = "") -> str:
     """The hint for an unknown top-level key, with the value as typed where the unit is the same; empty for other keys."""
-    path = FLAT_KEYS.get(key.replace("-", "_"))
-    if path is None:
-        return ""
-    return f"the path here is {path}" + (f"={value}" if value and "(" not in path else "")
+    key = key.replace("-", "_")
+    path = FLAT_KEYS.get(key)
+    if path is not None:
+        return f"the path here is {path}" + (f"={value}" if value and "(" not in path and " and " not in path else "")
+    reason = ABSENT.get(key) or next((text for prefix, text in FAMILIES.items() if key.startswith(prefix)), "")
+    return f"leave it out: {reason}" if reason else ""
+
+
+def renamed_entry(path: str) -> str:
+    """The hint for an unknown key of an entry of `environments` or `evals`; empty for other paths."""
+    match = re.fullmatch(r"(?:environments|evals)\[\d+\]\.(\w+)", path)
+    return ENTRY_KEYS.get(match[1], "") if match else ""

@@ -43,7 +43,7 @@ class Field:
 class Walker:
     """Collects `problems` while it turns trees into values.
 
-    vocabulary: all valid paths, to suggest from. hint: `(unknown key, its value) -> fix` for keys at the top, "" for none.
+    vocabulary: all valid paths, to suggest from. hint: `(path of an unknown key, its value) -> fix`, "" for none.
     """
 
     def __init__(self, vocabulary: Iterable[str] = (), hint: Callable[[str, Any], str] | None = None) -> None:
@@ -54,8 +54,9 @@ class Walker:
     def build(self, cls: type, tree: Any, path: str = "") -> Any:
         """An instance of dataclass `cls`. Keys with problems keep their default, so that later rules can go on."""
         if not isinstance(tree, Mapping):
-            keys = ", ".join(field.name for field in dataclasses.fields(cls))
-            self.report(path, f"must be a mapping, not {show(tree)}", f"its keys: {keys}")
+            keys = [field.name for field in dataclasses.fields(cls)]
+            fix = f"write {typed(path)}.{keys[0]}={tree}" if isinstance(tree, str) and "name" in keys[0] else ""
+            self.report(path, f"must be a mapping, not {show(tree)}", fix or f"its keys: {', '.join(keys)}")
             tree = {}
         if cls is Plugin:
             name = self.convert(str, tree.get("name", MISSING), join(path, "name"), MISSING)
@@ -67,7 +68,7 @@ class Walker:
         known = {field.name: field for field in fields}
         for key in tree:
             if key not in known:
-                hint = self._hint(str(key), tree[key]) if self._hint and not path else ""
+                hint = self._hint(join(path, str(key)), tree[key]) if self._hint else ""
                 self.report(join(path, str(key)), "unknown key", hint or self._suggest(str(key), path, known))
         values = {}
         for name, field in known.items():
