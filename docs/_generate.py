@@ -3,47 +3,40 @@
 A page holds a block between two marks; what is between them is replaced:
 
     <!-- generated: errors E1 E2 -->  …  <!-- end -->       messages, causes and fixes of errors.CATALOGUE
-    <!-- generated: options grpo -->  …  <!-- end -->       an algorithm's own options
-    <!-- generated: shared-options -->  …  <!-- end -->     the options that all token objectives take
+    <!-- generated: error-list -->  …  <!-- end -->         all of them, one section each
+    <!-- generated: error-classes -->  …  <!-- end -->      the tree of exceptions
+    <!-- generated: exit-codes -->  …  <!-- end -->         exit codes and the error classes that end with them
     <!-- generated: config -->  …  <!-- end -->             every key of config/schema.py
+    <!-- generated: not-yet -->  …  <!-- end -->            keys whose feature is not there yet, with the reason
+    <!-- generated: shared-options -->  …  <!-- end -->     the options that all token objectives take
+    <!-- generated: options grpo -->  …  <!-- end -->       an algorithm's own options
+    <!-- generated: plugin-options envs -->  …  <!-- end -->    the options of every plug-in of a kind, one section each
+    <!-- generated: other-names -->  …  <!-- end -->        keys of other trainers, and what answers them here
     <!-- generated: metrics -->  …  <!-- end -->            every metric of tracking/metric_names.py
     <!-- generated: cli train show -->  …  <!-- end -->     `--help` of commands; without a command, of the program
-    <!-- generated: exit-codes -->  …  <!-- end -->         exit codes and the error classes that end with them
+
+`llms.txt` is generated from the navigation in mkdocs.yml: every page with its first sentence.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import importlib
 import os
 import re
 import sys
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import _config_tables
+import yaml
+from _markdown import code, prose, table
 
 from posttrain import errors
 from posttrain.cli.main import COMMANDS, HELP
-from posttrain.config import schema
-from posttrain.objective import options
-from posttrain.plugins.card import Option
-from posttrain.plugins.discovery import discover
 from posttrain.tracking.metric_names import SECTIONS
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+)((?: [\w.]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
-
-    return "\n".join([row(head), row(["---"] * len(head)), *map(row, rows)]) + "\n"
-
-
-def code(text: str) -> str:
-    return f"`{text}`" if text else ""
 
 
 def error_table(*codes: str) -> str:
@@ -54,12 +47,53 @@ def error_table(*codes: str) -> str:
     return table(("", "Message", "Cause", "Fix"), rows)
 
 
+def error_list(*_: str) -> str:
+    """One section for each documented message, with everything that the error carries."""
+    parts = []
+    for name, entry in errors.CATALOGUE.items():
+        cls = entry.cls
+        retryable = entry.retryable or cls.retryable
+        lines = [
+            f"- **Cause**: {_prose(entry.cause)}",
+            f"- **Fix**: {_prose(entry.fix)}",
+            f"- **Raised as** {code(cls.__name__)}, which is also a {code(_stdlib(cls))}",
+            f"- **Exit code** {cls.exit_code}, {'worth resuming' if retryable else 'not retryable'}",
+            f"- **More**: [{_title(entry.anchor)}](../{entry.anchor})",
+        ]
+        parts.append(f"### {name}\n\n```text\n{_fields(entry.text, '{}')}\n```\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _stdlib(cls: type[errors.PosttrainError]) -> str:
+    return next(base.__name__ for base in cls.__mro__ if base.__module__ == "builtins" and base is not Exception)
+
+
+def _title(anchor: str) -> str:
+    """The heading that an anchor of the catalogue leads to."""
+    page, _, slug = anchor.partition("#")
+    titles = re.findall(r"^#{1,4} (.+)$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return next((t for t in titles if slugify(t) == slug), page)
+
+
+def slugify(title: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower().strip()).replace(" ", "-")
+
+
 def _prose(text: str) -> str:
-    return "the message gives it" if re.fullmatch(r"\{\w+\}", text) else _fields(text, "*{}*")
+    return "the message gives it" if re.fullmatch(r"\{\w+\}", text) else _fields(prose(text), "*{}*")
 
 
 def _fields(text: str, form: str) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: form.format(m[1].upper() if form == "{}" else m[1]), text)
+
+
+def error_classes(*_: str) -> str:
+    rows = [
+        (code(cls.__name__), (cls.__doc__ or "").partition("\n")[0], str(cls.exit_code), "yes" if cls.retryable else "no")
+        for cls in _subclasses(errors.PosttrainError)
+    ]
+    return table(("Class", "Meaning", "Exit code", "Retryable"), rows)
 
 
 def exit_codes(*_: str) -> str:
@@ -101,96 +135,18 @@ def metrics(*_: str) -> str:
     return "\n".join(parts)
 
 
-def own_options(algorithm: str) -> str:
-    """What an algorithm adds to the shared options, or sets to another default."""
-    shared = _shared()
-    own = [o for o in _card_options(algorithm) if shared.get(o.name) != o]
-    return _option_table(own) if own else "No options of its own.\n"
-
-
-def shared_options(*_: str) -> str:
-    return _option_table(list(_shared().values()))
-
-
-def _shared() -> dict[str, Option]:
-    """Options of every token objective, as grpo has them: it overrides none."""
-    names = {field.name for field in dataclasses.fields(options.TokenOptions)}
-    return {o.name: o for o in _card_options("grpo") if o.name in names}
-
-
-def _card_options(algorithm: str) -> tuple[Option, ...]:
-    return next(p for p in discover("algorithms") if p.name == algorithm).card.options
-
-
-def _option_table(entries: Sequence[Option]) -> str:
-    rows = [(code(o.name), code(_kind(o.type)), _yaml(o.default), o.help) for o in entries]
-    return table(("Option", "Type", "Default", "Meaning"), rows)
-
-
-def config(*_: str) -> str:
-    """Every key by its full path, one table for each group, read from the source of the schema."""
-    path = Path(schema.__file__)
-    source = path.read_text(encoding="utf-8")
-    classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
-    lines = source.splitlines()
-    parts: list[str] = []
-    _config_group("RunConfig", "", classes, lines, parts)
-    return "\n".join(parts)
-
-
-def _config_group(name: str, prefix: str, classes: dict[str, ast.ClassDef], lines: Sequence[str], parts: list[str]) -> None:
-    rows, nested = [], []
-    for node in classes[name].body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        key, kind = prefix + node.target.id, ast.unparse(node.annotation)
-        comment = lines[node.lineno - 1].partition("  # ")[2]
-        if kind in classes and kind != "Plugin":
-            nested.append((kind, key))
-        else:
-            rows.append((code(key), code(_kind(kind)), _yaml(_default(node.value)), comment))
-        if "EnvironmentConfig" in kind:
-            nested.append(("EnvironmentConfig", f"{key}[i]"))
-    if rows:
-        parts.append(f"## `{prefix[:-1] or 'top level'}`\n\n" + table(("Key", "Type", "Default", "Meaning"), rows))
-    for kind, key in nested:
-        _config_group(kind, f"{key}.", classes, lines, parts)
-
-
-def _default(value: ast.expr | None) -> str:
-    if isinstance(value, ast.Call):
-        factory = next((k.value for k in value.keywords if k.arg == "default_factory"), None)
-        return {"dict": "{}", "list": "[]"}.get(ast.unparse(factory), "") if factory else ""
-    return "" if value is None else ast.unparse(value)
-
-
-def _kind(annotation: str) -> str:
-    """A type as a reader of YAML knows it: the values of a Literal, [a, b] for tuples, null for None."""
-    for module in (schema, options):
-        for name, value in vars(module).items():
-            if typing.get_origin(value) is typing.Literal:
-                annotation = re.sub(rf"\b{name}\b", " | ".join(map(str, typing.get_args(value))), annotation)
-    annotation = re.sub(r"Literal\[(.*?)\]", lambda m: " | ".join(v.strip(" '\"") for v in m[1].split(",")), annotation)
-    annotation = re.sub(r"tuple\[\w+, \.\.\.\]", "list", annotation)
-    return annotation.replace("tuple[", "[").replace("None", "null").replace("dict[str, Any]", "mapping")
-
-
-def _yaml(default: str | None) -> str:
-    """A default as one would write it in YAML; "required" for a key without one."""
-    if default in (None, "MISSING"):
-        return "required"
-    plain = {"None": "null", "True": "true", "False": "false", "()": "[]"}
-    value = plain.get(default or "", (default or "").strip("'\""))
-    return code(value.replace("(", "[").replace(")", "]") if value.startswith("(") else value)
-
-
 GENERATORS: dict[str, Callable[..., str]] = {
     "errors": error_table,
+    "error-list": error_list,
+    "error-classes": error_classes,
     "exit-codes": exit_codes,
-    "options": own_options,
-    "shared-options": shared_options,
+    "config": _config_tables.config,
+    "not-yet": _config_tables.not_yet,
+    "options": _config_tables.own_options,
+    "shared-options": _config_tables.shared_options,
+    "plugin-options": _config_tables.plugin_options,
+    "other-names": _config_tables.other_names,
     "cli": cli,
-    "config": config,
     "metrics": metrics,
 }
 
@@ -204,16 +160,46 @@ def pages() -> list[Path]:
     return sorted(p for p in DOCS.rglob("*.md") if "examples" not in p.parts)
 
 
+def llms() -> str:
+    """`llms.txt`: the pages in the order of the navigation, each with its first sentence."""
+    text = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = yaml.safe_load(re.sub(r"!!python/\S+ ", "", text))["nav"]
+    entries = [item for entry in nav for item in entry.items()]
+    lines = ["# posttrain", "", f"> {_first_sentence(DOCS / 'index.md')}", ""]
+    lines += [_line(title, page) for title, page in entries if isinstance(page, str)]
+    for title, section in entries:
+        if not isinstance(section, str):
+            lines += ["", f"## {title}", "", *(_line(*item) for page in section for item in page.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _line(title: str, page: str) -> str:
+    return f"- [{title}]({page}): {_first_sentence(DOCS / page)}"
+
+
+def _first_sentence(page: Path) -> str:
+    """The first sentence of prose on a page, without its markup. Raises StopIteration for a page without prose."""
+    body = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    paragraph = next(p for p in re.split(r"\n\s*\n", body) if re.match(r"\s*[\w`*\[]", p) and not p.lstrip().startswith("- "))
+    plain = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(paragraph.split()))
+    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":.") + "."
+
+
+def written() -> dict[Path, str]:
+    """Every generated file with what it should hold."""
+    return {DOCS / "llms.txt": llms(), **{page: regenerate(page.read_text(encoding="utf-8")) for page in pages()}}
+
+
 def main() -> int:
+    check = "--check" in sys.argv
     stale = []
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        if (new := regenerate(text)) != text:
-            stale.append(page.relative_to(DOCS))
-            if "--check" not in sys.argv:
-                page.write_text(new, encoding="utf-8")
-    print("\n".join(f"{'stale' if '--check' in sys.argv else 'written'}: {page}" for page in stale) or "all pages are current")
-    return int(bool(stale) and "--check" in sys.argv)
+    for path, text in written().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.relative_to(DOCS))
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    print("\n".join(f"{'stale' if check else 'written'}: {path}" for path in stale) or "all pages are current")
+    return int(bool(stale) and check)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,9 @@ from types import ModuleType
 import pytest
 
 from posttrain import errors
-from posttrain.errors import CATALOGUE
+from posttrain.config.flat_keys import renamed
+from posttrain.config.load import load_config
+from posttrain.errors import CATALOGUE, ConfigError
 from posttrain.tracking.metric_names import definitions, find
 
 ROOT = Path(__file__).parents[2]
@@ -24,18 +27,21 @@ SOURCES = sorted(p for part in ("core", "plugins", "experiments") for p in (ROOT
 
 
 @pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "_generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def generate() -> Iterator[ModuleType]:
+    """`docs/_generate.py`, which imports its neighbours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        yield importlib.import_module("_generate")
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def slugs(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    titles = re.findall(r"^#{1,3} (.+)$", text, flags=re.MULTILINE)
+    titles = re.findall(r"^#{1,4} (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower().strip()).replace(" ", "-") for title in titles}
 
 
@@ -46,8 +52,7 @@ def resolves(page: Path, target: str) -> bool:
 
 
 def test_generated_parts_are_current(generate: ModuleType) -> None:
-    texts = {page: page.read_text("utf-8") for page in generate.pages()}
-    stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if generate.regenerate(text) != text]
+    stale = [str(p.relative_to(ROOT)) for p, text in generate.written().items() if not p.exists() or p.read_text("utf-8") != text]
     assert not stale, f"run `python docs/_generate.py`: {stale}"
 
 
@@ -60,6 +65,61 @@ def test_every_documented_message_is_in_a_table(generate: ModuleType) -> None:
 def test_a_message_that_is_gone_fails_the_docs(generate: ModuleType) -> None:
     with pytest.raises(KeyError):
         generate.regenerate("<!-- generated: errors E999 -->\n<!-- end -->")
+
+
+def test_the_error_page_has_every_message_with_its_exit_code_and_a_link(generate: ModuleType) -> None:
+    page = (DOCS / "reference/errors.md").read_text("utf-8")
+    sections = dict(re.findall(r"^### (E\d+)\n(.*?)(?=^#|\Z)", page, flags=re.DOTALL | re.MULTILINE))
+    assert set(sections) == set(CATALOGUE)
+    for code, entry in CATALOGUE.items():
+        retryable = "worth resuming" if entry.retryable or entry.cls.retryable else "not retryable"
+        assert f"**Exit code** {entry.cls.exit_code}, {retryable}" in sections[code], code
+        assert f"](../{entry.anchor})" in sections[code], code
+
+
+def documented_keys() -> set[str]:
+    """The first column of every table of the configuration page that gives full paths."""
+    page = (DOCS / "reference/config.md").read_text("utf-8").split("## Options of the objective")[0]
+    return set(re.findall(r"^\| `([\w.\[\]]+)` \|", page, flags=re.MULTILINE))
+
+
+SEED_KEYS = json.loads((ROOT / "tests/data/seed_keys.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("key", SEED_KEYS["keys"])
+def test_every_key_that_the_seeds_name_is_in_the_reference(key: str) -> None:
+    assert key in documented_keys() or (key == "experiment" and "`experiment=NAME`" in (DOCS / "reference/config.md").read_text())
+
+
+@pytest.mark.parametrize("key", [*SEED_KEYS["flat"], *SEED_KEYS["engine"], *(flag.strip("-") for flag in SEED_KEYS["flags"])])
+def test_every_flat_name_of_the_seeds_is_answered(key: str) -> None:
+    from posttrain.cli.train import parser
+
+    assert renamed(key) or f"--{key} " in parser().format_help()
+
+
+@pytest.mark.parametrize("variable", SEED_KEYS["environment"])
+def test_every_environment_variable_of_the_seeds_is_in_the_reference(variable: str) -> None:
+    assert f"`{variable}`" in (DOCS / "reference/config.md").read_text("utf-8").split("## Environment variables")[1]
+
+
+def test_every_environment_variable_of_the_code_is_in_the_reference() -> None:
+    text = (DOCS / "reference/config.md").read_text("utf-8")
+    named = {name for path in SOURCES for _, value in strings(path) for name in re.findall(r"\bPOSTTRAIN_[A-Z_]+\b", value)}
+    internal = {name for name in named if name.startswith("POSTTRAIN_ENGINE_")}
+    assert {"POSTTRAIN_OUTPUT_ROOT", "POSTTRAIN_PLUGINS"} <= named
+    assert not [name for name in named - internal if f"`{name}`" not in text]
+
+
+def test_the_bounds_that_rules_hold_to_are_true(generate: ModuleType) -> None:
+    """A value that the reference rules out is refused under its key."""
+    good = ["experiment=arithmetic_grpo"]
+    for key, (_, refused) in generate._config_tables.RULED.items():
+        if refused:
+            override = f"environments=[{{name: arithmetic, weight: {refused}}}]" if "[" in key else f"{key}={refused}"
+            with pytest.raises(ConfigError) as caught:
+                load_config([*good, override])
+            assert key.replace("[i]", "[0]").rpartition(".")[0] in str(caught.value), key
 
 
 def test_every_exit_code_is_in_the_table(generate: ModuleType) -> None:
@@ -91,8 +151,7 @@ def test_anchors_and_pages_named_in_the_code_exist() -> None:
 
 @pytest.mark.parametrize("page", sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")]), ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
     broken = [link for link in links if not re.match(r"\w+:", link) and not resolves(page, link)]
     assert not broken, broken
 

@@ -126,6 +126,11 @@ ABSENT: dict[str, str] = {
     "checkpoint_save_training_state": "a checkpoint always holds the whole state of the training",
     "resume_from_checkpoint": "it is a flag: posttrain train --resume RUN",
     "checkpoint_dir": "checkpoints lie in RUN/checkpoints; the folder for runs is a flag: --run FOLDER",
+    "log_dir": "logs lie in the run directory, RUN/logs; the folder for runs is a flag: --run FOLDER",
+    **dict.fromkeys(
+        ("enable_sleep_mode", "enable_cpu_offload", "enable_layerwise_offload", "custom_pipeline_args"),
+        "an engine that takes weight updates keeps its weights in place",
+    ),
     "track_gpu_events": "what each role did when is always recorded, in the run's events.jsonl",
     "use_wandb": "a run is recorded in plain files of its own directory; there are no trackers yet",
     "enable_vllm_tracing": "the engine's requests are not traced",
