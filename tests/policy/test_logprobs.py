@@ -22,9 +22,10 @@ def leaves(tokens: int, vocabulary: int, width: int, dtype: torch.dtype = torch.
     return *(x.to(dtype).requires_grad_() for x in (hidden, weight, bias)), targets  # type: ignore[return-value]
 
 
-def exact(hidden, weight, bias, targets, temperature):
+def exact(hidden, weight, bias, targets, temperature, softcap=None):
     """The whole float64 log-softmax."""
-    logits = (hidden.double() @ weight.double().t() + bias.double()) / temperature
+    logits = hidden.double() @ weight.double().t() + bias.double()
+    logits = (logits if softcap is None else softcap * (logits / softcap).tanh()) / temperature
     table = torch.log_softmax(logits, -1)
     return table.gather(1, targets[:, None]).squeeze(1), -(table.exp() * table).sum(-1)
 
@@ -40,15 +41,18 @@ def gradients(values, inputs):
 @given(
     tokens=st.integers(1, 23), vocabulary=st.integers(2, 90), chunk=st.integers(1, 30), block=st.sampled_from([1, 64, 2**20]),
     temperature=st.sampled_from([0.3, 1.0, 1.7]), dtype=st.sampled_from([torch.float32, torch.float64]),
+    softcap=st.sampled_from([None, 0.7, 30.0]),
 )  # fmt: skip
-def test_equals_float64_log_softmax_in_any_chunk_size(tokens, vocabulary, chunk, block, temperature, dtype):
+def test_equals_float64_log_softmax_in_any_chunk_size(tokens, vocabulary, chunk, block, temperature, dtype, softcap):
     *inputs, targets = leaves(tokens, vocabulary, 16, dtype)
     hidden, weight, bias = inputs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "BLOCK_ELEMENTS", block)
-        values = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk, entropy=True, bias=bias)
+        values = token_logprobs(
+            hidden, weight, targets, temperature=temperature, chunk_tokens=chunk, entropy=True, bias=bias, softcap=softcap
+        )
         grads = gradients(values, inputs)
-    wanted = exact(hidden, weight, bias, targets, temperature)
+    wanted = exact(hidden, weight, bias, targets, temperature, softcap)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6 / min(temperature, 1.0)
     for value, reference in zip((*values, *grads), (*wanted, *gradients(wanted, inputs)), strict=True):
         assert value.dtype == dtype

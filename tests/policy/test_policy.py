@@ -205,10 +205,9 @@ def test_an_empty_batch_is_refused(make_policy):
 
 
 def test_the_start_up_probe_refuses_what_this_policy_would_compute_wrongly(make_policy, tiny, monkeypatch):
-    """A head with a cap on its logits, which the log-prob kernel does not know, and rows that see each other."""
-    capped = tiny("Gemma2", final_logit_softcapping=2.0, attn_logit_softcapping=None, sliding_window=8)
-    with pytest.raises(ConfigError, match="gemma2"):
-        make_policy(model=capped)
+    """A head that scales its logits, which the log-prob kernel does not know, and rows that see each other."""
+    with pytest.raises(ConfigError, match="granite"):
+        make_policy(model=tiny("Granite", logits_scaling=4.0))
 
     def leaking(*args: Any, **terms: Any) -> torch.Tensor:
         return torch.zeros_like(honest(*args, **terms))

@@ -249,7 +249,7 @@ def test_the_weights_of_the_folder_are_not_read_and_the_global_generator_is_left
     [
         (None, "model-absent", "was not found"),
         ({"model_type": "no_such_thing"}, "architecture", "no_such_thing"),
-        ({"model_type": "mistral", "sliding_window": 16}, "architecture", "full attention only"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "architecture", "full and sliding attention only"),
     ],
 )
 def test_a_start_that_fails_says_why(tmp_path: Path, change: dict[str, Any] | None, code: str, words: str) -> None:

@@ -6,12 +6,14 @@ their data, the tokenizer, what the engine would refuse to start with, and only 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from posttrain import plugins
+from posttrain.config.schema import NO_ENGINE
 from posttrain.errors import ConfigError
 from posttrain.loop.ledger import Ledger
 from posttrain.loop.model_folder import model_folder
+from posttrain.loop.pairs import Pairs, check_pairs
 from posttrain.loop.parts import Parts
 from posttrain.loop.rollouts import Rollouts
 from posttrain.loop.validation import check_held_out, held_out_draws
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
     from posttrain.objective.objective import Objective
+    from posttrain.policy.policy import Policy
     from posttrain.rollout.engine import Engine
     from posttrain.tracking.run_dir import RunDir
     from posttrain.tracking.tracker import Tracker
@@ -40,22 +43,53 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     from posttrain.data.dataset import build_sampler
     from posttrain.policy.optimizer import check_optimizer
     from posttrain.policy.policy import Policy
-    from posttrain.rollout.scoring import Scorer
-    from posttrain.weights.canary import Canary
-    from posttrain.weights.plane import WeightPlane
 
     objective = build_run_objective(config)
     for note in [*objective.notes, *check_optimizer(config.rl)]:
         tracker.note(note)
     environments = build_environments(config)
     sampler = build_sampler(config, environments)
+    offline = config.rollout.engine == NO_ENGINE
     if config.rl.data.factory is not None:
         check_held_out(held_out_draws(environments, config.validation.prompts), environments, sampler.sources)
+    elif offline:
+        held_out = held_out_draws(environments, config.validation.prompts)
+        for note in check_pairs(sampler.sources, held_out, cast("Any", environments)):
+            tracker.note(note)
     path = model_folder(config.model, output_root(run_dir.path.parent), tracker.note)
     packer = build_packer(config, path)
     tracker.decode = packer.decode
-    engine = build_engine(config, path, run_dir)
+    engine = None if offline else build_engine(config, path, run_dir)
     policy = Policy(config, path, objective)
+    for note in policy.notes:
+        tracker.note(note)
+    if engine is None:
+        sampling: dict[str, Any] = {"rollouts": Pairs(packer, cast("Any", environments), config.rollout.max_model_len)}
+    else:
+        sampling = sampling_parts(config, run_dir, engine, policy, packer, environments)
+    return Parts(
+        config=config,
+        run_dir=run_dir,
+        tracker=tracker,
+        objective=objective,
+        environments=environments,
+        sampler=sampler,
+        packer=packer,
+        policy=policy,
+        **sampling,
+        ledger=Ledger(run_dir.path / "ledger.jsonl"),
+        fingerprints=sampler.fingerprints(),
+    )
+
+
+def sampling_parts(
+    config: RunConfig, run_dir: RunDir, engine: Engine, policy: Policy, packer: DataPacker, environments: dict[str, Environment]
+) -> dict[str, Any]:
+    """The parts around an engine: how weights reach it, who scores, who drives it."""
+    from posttrain.rollout.scoring import Scorer
+    from posttrain.weights.canary import Canary
+    from posttrain.weights.plane import WeightPlane
+
     plane = WeightPlane(
         engine,
         build_transport(config),
@@ -75,22 +109,7 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         log_path=run_dir.logs / "rewards.log",
     )
     rollouts = Rollouts(engine, packer, environments, scorer, config.rollout.max_model_len, config.seed)
-    return Parts(
-        config=config,
-        run_dir=run_dir,
-        tracker=tracker,
-        objective=objective,
-        environments=environments,
-        sampler=sampler,
-        packer=packer,
-        policy=policy,
-        engine=engine,
-        plane=plane,
-        scorer=scorer,
-        rollouts=rollouts,
-        ledger=Ledger(run_dir.path / "ledger.jsonl"),
-        fingerprints=sampler.fingerprints(),
-    )
+    return {"engine": engine, "plane": plane, "scorer": scorer, "rollouts": rollouts}
 
 
 def build_run_objective(config: RunConfig) -> Objective:
@@ -138,11 +157,12 @@ def build_environments(config: RunConfig) -> dict[str, Environment]:
 
 def build_packer(config: RunConfig, path: str) -> DataPacker:
     """The packer that `rl.data.packer` names, else the one of the model's type; set up for the model."""
-    from posttrain.data.packer import init_data_packer, load_packer
+    from posttrain.data.packer import PAIR_PACKER, TEXT_PACKER, init_data_packer, load_packer
 
     template, remote = config.model.chat_template, config.model.trust_remote_code
     if config.rl.data.packer is None:
-        return init_data_packer(path, chat_template=template, trust_remote_code=remote)
+        default = PAIR_PACKER if config.rollout.engine == NO_ENGINE else TEXT_PACKER
+        return init_data_packer(path, chat_template=template, trust_remote_code=remote, default=default)
     return load_packer(config.rl.data.packer).setup(path, chat_template=template, trust_remote_code=remote)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from posttrain.data.hub import HUB_FAILURES, WHERE, known_failure, model_config
 from posttrain.errors import ConfigError, EngineStartError
+from posttrain.policy.attention import drops_terms
 
 log = logging.getLogger("posttrain.policy")
 
@@ -18,6 +19,7 @@ def load_causal_lm(
 ) -> Any:
     """The model of a Hugging Face folder or name, stored in `dtype`, in evaluation mode, with every weight from the files.
 
+    Its attention is `eager` where the one asked for would leave out a term that the config has.
     Raises EngineStartError, its code saying which: `model-absent`, `model-gated`, `architecture`, `model-version`,
     `model-config`, `weights-absent`, `weights-damaged`; and ConfigError for an attention implementation that is not there.
     """
@@ -33,6 +35,8 @@ def load_causal_lm(
     except Exception as exc:
         raise explain_failure(path, config, exc) from exc
     _refuse_incomplete(path, report)
+    if drops_terms(model.config, attn_implementation):
+        model.set_attn_implementation("eager")
     return model.eval()
 
 

@@ -30,10 +30,12 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     entropy: bool = False,
     bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-softmax of `(hidden @ weight.T + bias) / temperature` at `targets`, and the entropy of each distribution.
 
     hidden [T, H], weight [V, H], bias [V]: any float dtype.   targets [T] int64.   temperature: divides logits, above 0.
+    softcap: the model's logits are `softcap * tanh(logits / softcap)`; the temperature divides those.
     chunk_tokens: positions whose logits exist at once; memory is `chunk_tokens * V` elements beside the gradients.
     Returns log-probs `[T]` and entropies `[T]` in nats (None unless asked for), float32, or float64 for float64 hidden
     states; both can be differentiated. Raises ValueError for a temperature or a chunk size of 0 or less.
@@ -46,7 +48,8 @@ def token_logprobs(
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scaled = hidden.to(dtype) / temperature  # dividing [T, H] divides the logits, at H/V of the cost
         offset = None if bias is None else bias.to(dtype) / temperature
-        logprobs, entropies = _TokenLogprobs.apply(scaled, weight, offset, targets, chunk_tokens, entropy)
+        cap = None if softcap is None else softcap / temperature
+        logprobs, entropies = _TokenLogprobs.apply(scaled, weight, offset, targets, chunk_tokens, entropy, cap)
     return logprobs, entropies if entropy else None
 
 
@@ -55,19 +58,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, entropy: bool,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tokens = hidden.shape[0]
         logprobs, normaliser = hidden.new_empty(tokens), hidden.new_empty(tokens)
         entropies = hidden.new_empty(tokens if entropy else 0)
         logits = hidden.new_empty(min(chunk, tokens), weight.shape[0])
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
-            _logits_(logits, hidden[part], weight, bias)
+            _logits_(logits, hidden[part], weight, bias, cap)
             _normalise(logits[: part.stop - start], normaliser[part], entropies[part] if entropy else None)
             chosen = logits[: part.stop - start].gather(1, targets[part, None]).squeeze(1)
             torch.sub(chosen, normaliser[part], out=logprobs[part])
-        ctx.chunk, ctx.last_logits = chunk, logits if any(ctx.needs_input_grad) else None
+        ctx.chunk, ctx.cap, ctx.last_logits = chunk, cap, logits if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -86,28 +90,30 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in reversed(range(0, tokens, ctx.chunk)):
             part = slice(start, min(start + ctx.chunk, tokens))
             if not kept:
-                _logits_(logits, hidden[part], weight, bias)
+                _logits_(logits, hidden[part], weight, bias, ctx.cap)
             kept = False
             grad = logits[: part.stop - start]
             of_logprob = grad.new_zeros(grad.shape[0]) if grad_logprobs is None else grad_logprobs[part]
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
-            _gradient_(grad, targets[part], normaliser[part], of_logprob, of_entropy)
+            _gradient_(grad, targets[part], normaliser[part], of_logprob, of_entropy, ctx.cap)
             if grad_hidden is not None:
                 _times_weight_(grad_hidden[part], grad, weight)
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None, None, None
 
 
-def _logits_(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write `hidden @ weight.T + bias` into the first rows of `out` `[c, V]`."""
+def _logits_(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None) -> None:
+    """Write `hidden @ weight.T + bias` into the first rows of `out` `[c, V]`, capped softly at `cap`."""
     out = out[: hidden.shape[0]]
     for piece, wide in _pieces(weight, hidden.dtype):
         torch.mm(hidden, wide.t(), out=out[:, piece])
     if bias is not None:
         out += bias
+    if cap is not None:
+        out.div_(cap).tanh_().mul_(cap)
 
 
 def _times_weight_(out: Tensor, grad: Tensor, weight: Tensor) -> None:
@@ -138,10 +144,15 @@ def _normalise(logits: Tensor, normaliser: Tensor, entropies: Tensor | None) -> 
 
 
 def _gradient_(
-    logits: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
-) -> None:
-    """Replace logits by the gradient of the loss: g (1[target] - p) - g_H p (log p + H)."""
+    logits: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None,
+    cap: float | None,
+) -> None:  # fmt: skip
+    """Replace logits by the gradient of the loss: g (1[target] - p) - g_H p (log p + H); times 1 - (logit / cap)² under a cap."""
+    at_target = grad
+    if cap is not None:
+        at_target = grad * _cap_slope(logits.gather(1, targets[:, None]).squeeze(1), cap)
     for rows in _blocks(logits):
+        capped = None if cap is None else _cap_slope(logits[rows], cap)
         block = logits[rows].sub_(normaliser[rows, None])
         if of_entropy is None:
             block.exp_().mul_(-grad[rows, None])
@@ -149,7 +160,14 @@ def _gradient_(
             grad_entropy, entropy = of_entropy
             slope = (block + entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad[rows, None])
             block.exp_().mul_(slope)
-    logits.scatter_add_(1, targets[:, None], grad[:, None])
+        if capped is not None:
+            block.mul_(capped)
+    logits.scatter_add_(1, targets[:, None], at_target[:, None])
+
+
+def _cap_slope(capped: Tensor, cap: float) -> Tensor:
+    """d capped / d logit, from the capped logit."""
+    return 1 - (capped / cap).square_()
 
 
 def _blocks(logits: Tensor) -> list[slice]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.policy import prefix
+from posttrain.policy.attention import head_softcap
 from posttrain.policy.logprobs import token_logprobs
 from posttrain.policy.packing import BodyInput, PackedRows, pack_rows
 from posttrain.policy.rows import Row
@@ -66,6 +67,7 @@ class PolicyModule(nn.Module):
         return token_logprobs(
             hidden, head.weight, rows.targets,
             temperature=self.temperature, chunk_tokens=self.chunk_tokens, entropy=entropy, bias=head.bias,
+            softcap=head_softcap(self.model.config),
         )  # fmt: skip
 
     def _body(self, body: BodyInput) -> Tensor:

@@ -43,8 +43,9 @@ class Policy:
     """The trained model of a run.
 
     `version` counts batch steps that trained; `updates` counts optimizer steps, skipped ones included, and places the
-    learning rate on its curve. `notes` are lines to say about how the model is computed. Raises EngineStartError when the model cannot be loaded, ConfigError when its dtypes do not
-    fit each other or the probe finds that this policy would not compute the model's own log-probs.
+    learning rate on its curve. `notes` are lines to say about how the model is computed. Raises EngineStartError when the
+    model cannot be loaded, ConfigError when its dtypes do not fit each other or the probe finds that this policy would not
+    compute the model's own log-probs.
     """
 
     def __init__(self, config: RunConfig, model_path: str, objective: Objective) -> None:

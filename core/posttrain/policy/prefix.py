@@ -7,8 +7,9 @@ A micro-batch becomes one row of tokens without any padding, in three sections:
 A stem is a prompt that several rows share; a branch is what one row adds to its stem, with position ids that go on from the
 stem's end; a whole row shares nothing. All layers but attention act on single tokens, so only attention must know the
 layout: `prefix_attention`, registered with transformers under `ATTENTION`, lets stems and whole rows see themselves and a
-branch see its stem and itself, causally and within the layer's sliding window. Models whose layers mix tokens in other
-ways, or whose attention has terms unknown here, are refused.
+branch see its stem and itself, causally, within the layer's sliding window and under its soft cap. A model whose layers mix
+tokens in other ways, or whose attention has terms unknown here, has a reason not to (`why_not`); its rows are then computed
+separately.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.errors import ConfigError
+from posttrain.policy.attention import KNOWN_LAYERS, UNKNOWN_TERMS, attention, has_sinks
 
 ATTENTION = "posttrain_shared_prefix"
 FIX = "set rl.shared_prefix=false: rows are then computed separately, as padded batches"
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(slots=True)
@@ -135,6 +134,7 @@ def prefix_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     layout: PrefixLayout | None = None,
     **terms: Any,
 ) -> tuple[Tensor, None]:
@@ -157,17 +157,9 @@ def prefix_attention(
                 torch.cat([stem.index_select(0, layout.stem_of), own], dim=1)
                 for stem, own in zip(stem_keys_values, (keys, values), strict=True)
             )
-        outputs.append(spans.unpadded(attention(queries, keys, values, mask, scaling)))
+        q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (queries, keys, values))
+        outputs.append(spans.unpadded(attention(q_heads, k_heads, v_heads, mask, scaling, softcap).transpose(1, 2)))
     return torch.cat(outputs)[None], None
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """`[n, queries, heads, d]` on `[n, keys, key_heads, d]`; causal when there is no mask."""
-    output = scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[2] != key.shape[2],
-    )  # fmt: skip
-    return output.transpose(1, 2)
 
 
 def refuse_unknown(module: Any, layout: PrefixLayout | None, dropout: float, terms: dict[str, Any]) -> None:
@@ -185,24 +177,26 @@ def refuse_unknown(module: Any, layout: PrefixLayout | None, dropout: float, ter
         raise ConfigError(f"a shared prefix cannot be computed exactly: {name} {problem}", fix=FIX, where="rl.shared_prefix")
 
 
-def check_supported(model: Any) -> None:
-    """Raise ConfigError unless every layer of the model mixes tokens through transformers' attention interface alone."""
+def why_not(model: Any) -> str:
+    """Why this model's prompts cannot be shared exactly; empty when they can."""
     config = model.config.get_text_config()
-    foreign = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
-    problem = f"it has layers of type {', '.join(sorted(foreign))}" if foreign else ""
     if not getattr(model, "_supports_attention_backend", False):
-        problem = "its attention is not pluggable in transformers"
-    if problem:
-        raise ConfigError(
-            f"a shared prefix cannot be computed exactly on model_type={config.model_type!r}: {problem}",
-            fix=FIX, where="rl.shared_prefix",
-        )  # fmt: skip
+        return "its attention is not pluggable in transformers"
+    if foreign := set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS:
+        return f"it has layers of type {', '.join(sorted(foreign))}"
+    if has_sinks(model):
+        return "its attention has sinks"
+    return ""
 
 
 def install(model: Any) -> None:
-    """Switch the model to `prefix_attention`, for good. Raises ConfigError when the model is refused."""
+    """Switch the model to `prefix_attention`, for good. Raises ConfigError when there is a reason not to."""
     from transformers import AttentionInterface
 
-    check_supported(model)
+    if problem := why_not(model):
+        raise ConfigError(
+            f"a shared prefix cannot be computed exactly on model_type={model.config.model_type!r}: {problem}",
+            fix=FIX, where="rl.shared_prefix",
+        )  # fmt: skip
     AttentionInterface.register(ATTENTION, prefix_attention)
     model.set_attn_implementation(ATTENTION)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, PosttrainError, error
+from posttrain.policy.attention import plain_attention
 from posttrain.policy.module import PolicyModule
 from posttrain.policy.rows import Row
 
@@ -61,7 +62,7 @@ def plain_logprobs(module: PolicyModule, row: Row) -> Tensor:
     config = module.model.config
     installed = config._attn_implementation
     if module.shared_prefix:
-        module.model.set_attn_implementation("sdpa" if module.model._supports_sdpa else "eager")
+        module.model.set_attn_implementation(plain_attention(module.model))
     try:
         with torch.autocast(module.device.type, module.compute_dtype, enabled=module.compute_dtype is not None):
             output = module.model(input_ids=torch.tensor([row.input_ids], device=module.device), use_cache=False)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
+
+from posttrain.policy.attention import UNKNOWN_TERMS, attention
 
 ATTENTION = "posttrain_decode"
 
@@ -62,25 +63,32 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **terms: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of query `[B, heads, Q, D]` over key `[B, kv_heads, K, D]`; returns `[B, Q, heads, D]`.
 
-    For one new token the query heads of a key head are folded into the query axis, so no key is copied or read twice.
+    The queries are the last `Q` of the `K` columns. A layer with a sliding window sees itself and the `sliding_window - 1`
+    columns before; columns of one row lie as far apart as its positions, so the mask need not know them. For one new token
+    the query heads of a key head are folded into the query axis, so no key is copied or read twice.
     """
+    if found := [term for term in UNKNOWN_TERMS if terms.get(term) is not None]:
+        raise NotImplementedError(f"{type(module).__name__} has the term {found[0]}, which the hf engine does not compute")
     batch, heads, length, width = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, columns = key.shape[1:3]
+    if sliding_window is not None and sliding_window < columns:
+        first = max(0, columns - length - sliding_window + 1)  # what no query sees is not read
+        key, value, seen = key[:, :, first:], value[:, :, first:], attention_mask[..., first:]
+        attention_mask = seen & torch.ones(seen.shape[-2:], dtype=torch.bool).triu(columns - length - first - sliding_window + 1)
     if length == 1 and kv_heads != heads:
         folded = query.reshape(batch, kv_heads, heads // kv_heads, width)
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+        out = attention(folded, key, value, attention_mask, scaling, softcap)
         return out.reshape(batch, 1, heads, value.shape[-1]), None
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=kv_heads != heads
-    )
-    return out.transpose(1, 2), None
+    return attention(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
 
 
 def _room(states: torch.Tensor, capacity: int) -> torch.Tensor:

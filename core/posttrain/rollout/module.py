@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.errors import EngineStartError, WeightSyncError
+from posttrain.policy.attention import KNOWN_LAYERS, has_sinks
 from posttrain.rollout.decode import causal_mask, left_pad
 from posttrain.rollout.kv_cache import ATTENTION
 
@@ -40,20 +41,20 @@ def _from_config(spec: EngineSpec) -> Any:
     model = model_from_config(
         spec.model_path, getattr(torch, spec.dtype), attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
     )
-    _refuse_windows(model.config, spec)
+    _refuse_layers(model, spec)
     return model
 
 
-def _refuse_windows(config: Any, spec: EngineSpec) -> None:
-    """Attention over a window, or none at all (state-space layers), would need another cache than this engine's."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
-    cut = "sliding_attention" in kinds and window is not None and window < spec.max_model_len
-    if cut or not kinds <= {"full_attention", "sliding_attention"}:
+def _refuse_layers(model: Any, spec: EngineSpec) -> None:
+    """State spaces, chunks and attention sinks would need another cache than this one, which has a key for every token."""
+    config = model.config.get_text_config()
+    foreign = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    sinks = {"attention with sinks"} if has_sinks(model) else set()
+    if foreign or sinks:
         raise EngineStartError(
             f"the hf engine cannot run {spec.model_path!r}",
-            cause=f"its layers are {', '.join(sorted(kinds))} with window {window}; this engine has full attention only",
-            fix="use rollout.engine=vllm, or a rollout.max_model_len within the window",
+            cause=f"it has layers of type {', '.join(sorted(foreign | sinks))}; this engine has full and sliding attention only",
+            fix="use rollout.engine=vllm",
             code="architecture",
         )
 
