@@ -62,7 +62,7 @@ def test_custom_data_is_a_dataset(install: Install, tmp_path: Path) -> None:
 def test_custom_datapacker_is_found_by_its_path(install: Install) -> None:
     from posttrain.data.packer import load_packer
 
-    (page,) = blocks("docs/howto/custom-datapacker.md")
+    page, *_ = blocks("docs/howto/custom-datapacker.md")
     install("packers", page)
     assert type(load_packer("my_package.packers:Terse")).__name__ == "Terse"
 
