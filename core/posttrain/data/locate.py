@@ -1,7 +1,11 @@
-"""What `data` names: files, a hub dataset, a function or an object, as tables by split.
+"""What a text names: files, a function, or a dataset of the hub, as tables by split.
 
-A path ends in .jsonl, .ndjson, .json, .parquet, .csv or .tsv, is a folder, or is a glob of such. `module:name` and
-`file.py:name` name a function that returns a dataset, or the dataset itself. Any other text is a hub name.
+    find_tables("my.jsonl")              # {"train": JsonLines}
+    find_tables("data/")                 # {"train": …, "test": …} by the names of the files
+    find_tables("openai/gsm8k", "main")
+
+A path ends in .jsonl, .ndjson, .json, .parquet, .csv or .tsv, is a folder, or is a glob. `package.module:name` and `file.py:name`
+name a function that returns a dataset, or the dataset itself. Any other text is a hub name.
 """
 
 from __future__ import annotations
@@ -11,12 +15,12 @@ import glob
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.records import Csv, JsonLines, Tsv, decode, parse_line, refuse_other_encodings
-from posttrain.data.tables import Joined, Listed, Table
+from posttrain.data.records import BOM, Csv, JsonLines, Tsv, decode, parse_line, read_csv, read_lines, refuse_other_encodings
+from posttrain.data.tables import Joined, Listed, Stream, StreamRow, Table
 from posttrain.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
@@ -26,20 +30,44 @@ SPLIT_WORDS = {
 }
 _REFERENCE = re.compile(r"^(?P<module>[\w./~\\-]+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)$")
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_GLOB = set("*?[")
 
 
-def is_path(text: str) -> bool:
-    """Whether a text names files rather than a hub dataset or a function."""
+def find_tables(
+    text: str, config: str | None = None, split: str = "train", *, streaming: bool = False, where: str = "options.data"
+) -> dict[str, Table | Stream]:
+    """The tables that a text names, by split; streams when `streaming`. Files are checked as far as their kind allows.
+
+    config, split: of a hub dataset. where: the option to name in errors. Raises DataError.
+    """
     if _REFERENCE.match(text) or text.startswith("object:"):
-        return False
-    looks = text.endswith(SUFFIXES) or text.startswith((".", "/", "~")) or bool(set(text) & set("*?["))
+        from posttrain.data.objects import call, tables_of
+
+        return tables_of(call(text, {}, where), f"the data of {text}")
+    if _looks_like_path(text):
+        saved = Path(text).expanduser()
+        if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():
+            from posttrain.data.hub_data import load_saved
+            from posttrain.data.objects import tables_of
+
+            return tables_of(load_saved(saved), text)
+        read = stream_files if streaming else read_files
+        return {name: read(files) for name, files in files_by_split(text).items()}
+    from posttrain.data.hub_data import load_hub
+
+    return load_hub(text, config, split, streaming=streaming)
+
+
+def _looks_like_path(text: str) -> bool:
+    """Whether a text names files rather than a hub dataset."""
+    looks = text.endswith(SUFFIXES) or text.startswith((".", "/", "~")) or bool(set(text) & _GLOB)
     return looks or Path(text).expanduser().exists() or not _HUB_NAME.match(text)
 
 
 def files_by_split(text: str) -> dict[str, list[Path]]:
     """The files of a path, folder or glob, in sorted order, by the split that their names tell. Raises DataError."""
     path = Path(text).expanduser()
-    if set(text) & set("*?["):
+    if set(text) & _GLOB and not path.exists():
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         root = Path(os.path.commonpath([f.parent for f in found])) if found else path
     elif path.is_dir():
@@ -59,15 +87,39 @@ def files_by_split(text: str) -> dict[str, list[Path]]:
     return _split_by_name(text, root, found)
 
 
-def read_files(files: Sequence[Path], root: Path | None = None) -> Table:
-    """One table of files of one kind."""
+def read_files(files: Sequence[Path]) -> Table:
+    """One table of files of one kind; the rows of several files are named by file and line."""
     if files[0].suffix == ".parquet":
-        return _parquet(files)
+        from posttrain.data.hub_data import parquet
+
+        return parquet(list(files), _title(files))
     tables = [read_file(file) for file in files]
-    if len(tables) == 1:
-        return tables[0]
-    root = root or Path(os.path.commonpath([f.parent for f in files]))
-    return Joined(tables, [f.relative_to(root).as_posix() for f in files])
+    return tables[0] if len(tables) == 1 else Joined(tables, _labels(files))
+
+
+def stream_files(files: Sequence[Path]) -> Stream:
+    """The rows of files of one kind, read from the start, with the names that `read_files` gives them."""
+    suffix, labels = files[0].suffix, [f"{label}:" for label in _labels(files)] if len(files) > 1 else [""]
+    if suffix == ".parquet":
+        from posttrain.data.hub_data import parquet_stream
+
+        return parquet_stream(list(files), _title(files))
+
+    def rows() -> Iterator[StreamRow]:
+        for file, label in zip(files, labels, strict=True):
+            path = str(file)
+            with open(file, "rb") as opened:
+                refuse_other_encodings(path, opened.read(4))
+            if suffix in (".jsonl", ".ndjson"):
+                yield from ((row, f"{label}{line}", f"{path}:{line}") for line, row in read_lines(path))
+            elif suffix in (".csv", ".tsv"):
+                found = read_csv(path, Csv.delimiter if suffix == ".csv" else Tsv.delimiter)
+                yield from ((row, f"{label}{line}", f"{path}:{line}") for _, line, row in found)
+            else:
+                table = read_file(file)
+                yield from ((row, f"{label}{table.name(i)}", table.where(i)) for i, row in enumerate(table))
+
+    return Stream(rows(), _title(files))
 
 
 def read_file(path: Path) -> Table:
@@ -89,15 +141,16 @@ def _json(path: Path) -> Table:
     """A JSON document: a list of objects, an object with one such list in it, or JSON Lines under another name."""
     raw = path.read_bytes()
     refuse_other_encodings(str(path), raw[:4])
-    if raw.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
+    raw = raw.removeprefix(BOM)
+    if raw.lstrip()[:1] == b"{":
         try:
-            parse_line(raw.split(b"\n", 1)[0].removeprefix(b"\xef\xbb\xbf"), str(path), 1)
+            parse_line(raw.lstrip().split(b"\n", 1)[0], str(path), 1)
             return JsonLines(path)
         except DataError:
             pass
-    text = decode(raw.removeprefix(b"\xef\xbb\xbf"), str(path), 1) if raw.strip() else "[]"
+    lines = [decode(line, str(path), number) for number, line in enumerate(raw.split(b"\n"), 1)]
     try:
-        document = json.loads(text)
+        document = json.loads("\n".join(lines)) if raw.strip() else []
     except json.JSONDecodeError as exc:
         raise DataError(f"{path}:{exc.lineno} is not JSON", cause=f"{exc.msg}, column {exc.colno}", fix="correct the file",
                         code="broken-line") from exc
@@ -108,15 +161,14 @@ def _json(path: Path) -> Table:
     return Listed(lists[0], str(path))
 
 
-def _parquet(files: Sequence[Path]) -> Table:
-    import datasets
+def _title(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{os.path.commonpath([f.parent for f in files])} ({len(files)} files)"
 
-    name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
-    try:
-        return Listed(datasets.Dataset.from_parquet([str(f) for f in files]), name)
-    except Exception as exc:
-        raise DataError(f"{name} cannot be read as Parquet", cause=_innermost(exc), fix="write the file again",
-                        code="unreadable-file") from exc
+
+def _labels(files: Sequence[Path]) -> list[str]:
+    """What tells the files apart: their paths from the folder that they share."""
+    root = os.path.commonpath([f.parent for f in files])
+    return [f.relative_to(root).as_posix() for f in files]
 
 
 def _split_by_name(text: str, root: Path, found: Sequence[Path]) -> dict[str, list[Path]]:
@@ -158,11 +210,4 @@ def _absent(text: str, path: Path) -> DataError:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
-
-
-def _innermost(exc: BaseException) -> str:
-    while exc.__cause__ is not None:
-        exc = exc.__cause__
-    return f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"
-
 

@@ -24,7 +24,7 @@ from posttrain.errors import DataError
 CHUNK = 1 << 22
 BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_BLANK = np.frombuffer(b" \t\r\n", dtype=np.uint8)
+_SPACE = np.isin(np.arange(256), list(b" \t\r\n"))
 
 
 class Records:
@@ -49,7 +49,18 @@ class Records:
         return len(self.starts) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.parse(self.raw(index), self.line(index))
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self.path}")
+        return self.parse(self._read(index, index + 1), self.line(index))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        first = 0
+        while first < len(self):
+            last = max(int(np.searchsorted(self.starts, self.starts[first] + CHUNK, "right")) - 1, first + 1)
+            block, base = self._read(first, last), int(self.starts[first])
+            for index in range(first, last):
+                yield self.parse(block[self.starts[index] - base : self.starts[index + 1] - base], self.line(index))
+            first = last
 
     def line(self, index: int) -> int:
         return index + 1 if self.lines is None else int(self.lines[index])
@@ -61,16 +72,18 @@ class Records:
         """The id of a row that brings none."""
         return str(self.line(index))
 
-    def raw(self, index: int) -> bytes:
-        """The bytes of a record. Raises DataError when the file is not the one that was opened."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)} in {self.path}")
+    def _read(self, first: int, last: int) -> bytes:
+        """The bytes of records first … last-1. Raises DataError when the file is not the one that was opened."""
         if self._file is None:
             self._file = os.open(Path(self.path).expanduser(), os.O_RDONLY)
         if self._stat() != self._stamp:
-            raise DataError(f"{self.path} has changed since it was opened", fix="start again; write new data to a new file")
-        start, end = self.starts[index : index + 2]
-        return os.pread(self._file, int(end - start), int(start))
+            raise DataError(
+                f"{self.path} has changed since it was opened",
+                fix="start again; write new data to a new file",
+                code="changed-file",
+            )
+        start, end = int(self.starts[first]), int(self.starts[last])
+        return os.pread(self._file, end - start, start)
 
     def parse(self, raw: bytes, line: int) -> dict[str, Any]:
         """The row that a record holds."""
@@ -99,24 +112,25 @@ class JsonLines(Records):
         return parse_line(raw, self.path, line)
 
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Line starts, found 4 MiB at a time. A line that begins with white space is looked at: it may be blank."""
         assert self._file is not None
         size, begin = self._stamp[0], len(BOM) if os.pread(self._file, 3, 0) == BOM else 0
-        found, blank = [np.array([begin], dtype=np.int64)], []
+        found, spaced, before = [np.array([begin], dtype=np.int64)], [], 10
         for offset in range(begin, size, CHUNK):
             block = np.frombuffer(os.pread(self._file, min(CHUNK, size - offset), offset), dtype=np.uint8)
-            found.append(np.flatnonzero(block == 10) + (offset + 1))
-            first = np.concatenate([found[-2][-1:] if len(found[-2]) else found[-2], found[-1]])
-            first = first[(first >= offset) & (first < offset + len(block))]
-            blank.append(first[np.isin(block[first - offset], _BLANK)])
+            after = np.flatnonzero(block == 10) + 1
+            found.append(after + offset)
+            first = np.concatenate([[0] if before == 10 else after[:0], after[after < len(block)]]).astype(np.int64)
+            spaced.append(first[_SPACE[block[first]]] + offset)
+            before = int(block[-1])
         starts = np.concatenate(found)
-        if starts[-1] != size:
-            starts = np.append(starts, size)
-        suspects = np.searchsorted(starts, np.concatenate(blank)) if blank else np.array([], dtype=np.int64)
-        empty = [i for i in suspects if not os.pread(self._file, int(starts[i + 1] - starts[i]), int(starts[i])).strip()]
-        if not empty:
+        starts = starts if starts[-1] == size else np.append(starts, size)
+        suspects = np.searchsorted(starts, np.concatenate([*spaced, starts[:0]]))
+        blank = [i for i in suspects if not os.pread(self._file, int(starts[i + 1] - starts[i]), int(starts[i])).strip()]
+        if not blank:
             return starts, None
-        kept = np.delete(np.arange(len(starts) - 1), empty)
-        return np.append(starts[kept], size), kept + 1
+        lines = np.delete(np.arange(len(starts) - 1), blank)
+        return np.append(starts[lines], size), lines + 1
 
 
 class Csv(Records):
@@ -125,68 +139,84 @@ class Csv(Records):
     delimiter = ","
 
     def parse(self, raw: bytes, line: int) -> dict[str, Any]:
-        values = next(csv.reader(raw.decode("utf-8").splitlines(keepends=True), delimiter=self.delimiter, strict=True))
+        pieces = [piece + "\n" for piece in raw.decode("utf-8").split("\n")]  # as a file gives them; splitlines knows more ends
+        values = next(csv.reader(pieces, delimiter=self.delimiter, strict=True))
         return dict(zip(self.header, values, strict=True))
 
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
         starts, lines = [], []
         self.header: list[str] = []
-        for start, line, values in self._scan():
-            if not self.header:
-                self.header = self._check_header(values, line)
-            elif len(values) != len(self.header):
-                raise DataError(
-                    f"{self.path}:{line} has {len(values)} value(s), the header has {len(self.header)}",
-                    cause=f"the columns are {', '.join(self.header)}; the line begins {_short(self.delimiter.join(values))}",
-                    fix='give each line a value for each column; a value with a delimiter or a line end in it goes in "…"',
-                    code="ragged-row",
-                )
-            else:
-                starts.append(start)
-                lines.append(line)
+        for start, line, row in read_csv(self.path, self.delimiter):
+            self.header = self.header or list(row)
+            starts.append(start)
+            lines.append(line)
         return np.array([*starts, self._stamp[0]], dtype=np.int64), np.array(lines, dtype=np.int64)
-
-    def _scan(self) -> Iterator[tuple[int, int, list[str]]]:
-        """(first byte, first line, values) of each record that is not a blank line."""
-        position = line = 0
-
-        def feed() -> Iterator[str]:
-            nonlocal position, line
-            with open(Path(self.path).expanduser(), "rb") as file:
-                for raw in file:
-                    position, line = position + len(raw), line + 1
-                    yield decode(raw.removeprefix(BOM) if line == 1 else raw, self.path, line)
-
-        limit = csv.field_size_limit(2**31 - 1)
-        try:
-            reader, before = csv.reader(feed(), delimiter=self.delimiter, strict=True), (0, 0)
-            for values in reader:
-                if values:
-                    yield before[0], before[1] + 1, values
-                before = position, line
-        except csv.Error as exc:
-            raise DataError(
-                f"{self.path}:{line} is not CSV", cause=str(exc), fix='write a quote inside a quoted value twice: "say ""yes"""',
-                code="broken-line",
-            ) from exc
-        finally:
-            csv.field_size_limit(limit)
-
-    def _check_header(self, names: list[str], line: int) -> list[str]:
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice or "" in names:
-            raise DataError(
-                f"{self.path}:{line} is no header",
-                cause=f"the column {twice[0]!r} is there twice" if twice else "a name is empty",
-                fix="give the first line a name for each column", code="csv-header",
-            )
-        return names
 
 
 class Tsv(Csv):
     """CSV with tabs."""
 
     delimiter = "\t"
+
+
+def read_csv(path: str, delimiter: str) -> Iterator[tuple[int, int, dict[str, str]]]:
+    """(first byte, first line, row) of each record below the header. Raises DataError for what is not CSV, with the line."""
+    header: list[str] = []
+    for start, line, values in _csv_records(path, delimiter):
+        if not header:
+            header = values
+            twice = sorted({name for name in header if header.count(name) > 1})
+            if twice or "" in header:
+                raise DataError(
+                    f"{path}:{line} is no header",
+                    cause=f"the column {twice[0]!r} is there twice" if twice else "a name is empty",
+                    fix="give the first line a name for each column", code="csv-header",
+                )
+        elif len(values) != len(header):
+            raise DataError(
+                f"{path}:{line} has {len(values)} value(s), the header has {len(header)}",
+                cause=f"the columns are {', '.join(header)}; the line begins {_short(delimiter.join(values))}",
+                fix='give each line a value for each column; a value with a delimiter or a line end in it goes in "…"',
+                code="ragged-row",
+            )
+        else:
+            yield start, line, dict(zip(header, values, strict=True))
+
+
+def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
+    """(first byte, first line, values) of each record that is not a blank line."""
+    position = line = 0
+
+    def feed() -> Iterator[str]:
+        nonlocal position, line
+        with open(Path(path).expanduser(), "rb") as file:
+            for raw in file:
+                position, line = position + len(raw), line + 1
+                yield decode(raw.removeprefix(BOM) if line == 1 else raw, path, line)
+
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        before = 0, 0
+        for values in csv.reader(feed(), delimiter=delimiter, strict=True):
+            if values:
+                yield before[0], before[1] + 1, values
+            before = position, line
+    except csv.Error as exc:
+        raise DataError(
+            f"{path}:{line} is not CSV", cause=str(exc), fix='write a quote inside a quoted value twice: "say ""yes"""',
+            code="broken-line",
+        ) from exc
+    finally:
+        csv.field_size_limit(limit)
+
+
+def read_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, row) of each line of a JSON Lines file, read from its start."""
+    with open(Path(path).expanduser(), "rb") as file:
+        for line, raw in enumerate(file, 1):
+            raw = raw.removeprefix(BOM) if line == 1 else raw
+            if raw.strip():
+                yield line, parse_line(raw, path, line)
 
 
 def parse_line(raw: bytes, path: str, line: int) -> dict[str, Any]:

@@ -42,14 +42,14 @@ class Shape:
                 raise missing_column(self.columns[key], raw, where, key)
         gone = set(self.columns.values()) - set(moved)
         row = {**{k: v for k, v in raw.items() if k not in gone}, **moved}
-        own = row.get("id")
-        row["id"] = name if own is None else str(own)
-        return row
+        own = row.pop("id", None)
+        return {"id": name if own is None else str(own), **row}
 
-    def keeps(self, row: Mapping[str, Any], where: str) -> bool:
-        """Whether the filter lets a row stay. Raises DataError when it fails."""
+    def keeps(self, raw: Mapping[str, Any], name: str, where: str) -> bool:
+        """Whether the filter lets a row stay. Raises DataError when it fails, and as `row` does."""
         if self.keep is None:
             return True
+        row = self.row(raw, name, where)
         try:
             return bool(self.keep(row))
         except Exception as exc:
@@ -60,10 +60,18 @@ class Shape:
 
 
 class View(Sequence[dict[str, Any]]):
-    """Rows `positions` of a table in a shape. `where(i)` is the place of row `i`; `notes` are lines for the run's log."""
+    """Rows `positions` (rising) of a table in a shape; `where(i)` is the place of a row. One without a `required` key: DataError.
 
-    def __init__(self, table: Table, shape: Shape, positions: np.ndarray | range, notes: Iterable[str] = ()) -> None:
-        self.table, self.shape, self.positions, self.notes = table, shape, positions, list(notes)
+    notes: lines for the run's log. window: rows come from a stream, and reading further ahead than so many costs; None: they
+    are all there.
+    """
+
+    def __init__(
+        self, table: Table, shape: Shape, positions: np.ndarray, required: Iterable[str] = (), *,
+        notes: Iterable[str] = (), window: int | None = None,
+    ) -> None:
+        self.table, self.shape, self.positions, self.required = table, shape, positions, tuple(required)
+        self.notes, self.window = [note for note in notes if note], window
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -72,14 +80,28 @@ class View(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = self._place(int(index))
-        return self.shape.row(self.table[place], self.table.name(place), self.table.where(place))
+        return self._row(self.table[place], place)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if len(self) == len(self.table):
+            return (self._row(raw, place) for place, raw in enumerate(self.table))
         return (self[i] for i in range(len(self)))
+
+    def requiring(self, keys: Iterable[str]) -> View:
+        """The same rows, each of which must have these keys."""
+        return View(self.table, self.shape, self.positions, keys, notes=self.notes, window=self.window)
 
     def where(self, index: int) -> str:
         """Where the row was written, such as `my.jsonl:17`."""
         return self.table.where(self._place(index))
+
+    def _row(self, raw: Any, place: int) -> dict[str, Any]:
+        where = self.table.where(place)
+        row = self.shape.row(raw, self.table.name(place), where)
+        for key in self.required:
+            if key not in row:
+                raise missing_column(key, row, where)
+        return row
 
     def _place(self, index: int) -> int:
         if not -len(self) <= index < len(self):
@@ -87,27 +109,17 @@ class View(Sequence[dict[str, Any]]):
         return int(self.positions[index])
 
 
-def kept(table: Table, shape: Shape) -> np.ndarray | range:
-    """The positions of the rows that the filter lets stay; without one all of them, unread."""
+def kept(table: Table, shape: Shape) -> np.ndarray:
+    """[rows] int64, the positions of the rows that the filter lets stay; without one all of them, unread."""
     if shape.keep is None:
-        return range(len(table))
-    stay = [i for i, raw in enumerate(table) if shape.keeps(shape.row(raw, table.name(i), w := table.where(i)), w)]  # type: ignore[arg-type, var-annotated]
-    return np.array(stay, dtype=np.int64)
+        return np.arange(len(table))
+    return np.array([i for i, raw in enumerate(table) if shape.keeps(raw, table.name(i), table.where(i))], dtype=np.int64)
 
 
 def content(row: Mapping[str, Any], keys: Sequence[str] = ()) -> bytes:
     """A digest of what a row asks: of `keys`, else of all but its id. Rows that agree in it are the same task."""
     said = {k: row.get(k) for k in keys} if keys else {k: v for k, v in row.items() if k != "id"}
     return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).digest()
-
-
-def check_rows(view: View, required: Sequence[str], count: int) -> None:
-    """Read the first `count` rows. Raises DataError for one that cannot be read or lacks a required key."""
-    for index in range(min(count, len(view))):
-        row = view[index]
-        for key in required:
-            if key not in row:
-                raise missing_column(key, row, view.where(index))
 
 
 def missing_column(column: str, row: Mapping[str, Any], where: str, key: str = "") -> DataError:
