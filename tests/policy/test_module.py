@@ -136,8 +136,9 @@ def test_models_that_cannot_share_a_prefix_are_refused(tiny):
 
     with pytest.raises(ConfigError, match="sinks"):
         PolicyModule(tiny("GptOss", num_local_experts=2, num_experts_per_tok=1), shared_prefix=True)
+    layout = prefix.PrefixLayout(*[prefix.Spans.of([])] * 3, torch.zeros(0))
     with pytest.raises(ConfigError, match="s_aux"):
-        prefix.refuse_unknown(torch.nn.Identity(), prefix.PrefixLayout(*[prefix.Spans.of([])] * 3, torch.zeros(0)), 0.0, {"s_aux": 1})
+        prefix.refuse_unknown(torch.nn.Identity(), layout, 0.0, {"s_aux": 1})
     recurrent = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=61))
     recurrent.config.layer_types = ["linear_attention"]
     with pytest.raises(ConfigError, match="linear_attention"):

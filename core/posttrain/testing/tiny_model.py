@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.   kind: transformers' classes `<kind>Config` and `<causal>ForCausalLM`.   like: models of that family."""
+    """A family of models.   kind: transformers' `<kind>Config` and `<causal or kind>ForCausalLM`.   like: models of the family."""
 
     kind: str
     like: str
