@@ -105,6 +105,11 @@ class Trajectory:
         return self.scorable and any(self.mask)
 
     @property
+    def given(self) -> bool:
+        """Whether its tokens came with the data: there are some, and no version of the weights sampled any."""
+        return max(self.weight_versions, default=0) == ENV_VERSION
+
+    @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 

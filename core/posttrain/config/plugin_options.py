@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config.layers import Layers
-from posttrain.config.schema import MISSING, EnvironmentConfig, Plugin, RunConfig
+from posttrain.config.preference import check_preference
+from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, Plugin, RunConfig
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
 from posttrain.errors import ConfigError, PosttrainError
 from posttrain.plugins.build import option_fields
@@ -37,12 +38,15 @@ class PluginCheck:
     def run(self, config: RunConfig) -> RunConfig:
         """The config with the options of its plug-ins checked and completed."""
         objective = self.objective(config)
-        engine = self.options("engines", config.rollout.engine, config.rollout.options, "rollout.engine", "rollout.options")
+        engine = {}
+        if config.rollout.engine != NO_ENGINE:
+            engine = self.options("engines", config.rollout.engine, config.rollout.options, "rollout.engine", "rollout.options")
         environments = tuple(self.environment(e, f"environments[{i}]") for i, e in enumerate(config.environments))
         if config.weights.transport != "auto":
             self.options("transports", config.weights.transport, {}, "weights.transport", "weights")
         if config.rl.data.packer and "." not in config.rl.data.packer:
             self.options("datapackers", config.rl.data.packer, {}, "rl.data.packer", "rl.data")
+        self.walker.problems += check_preference(config)
         return replace(
             config,
             environments=environments,

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from posttrain.config.bounds import check_bounds
-from posttrain.config.schema import MISSING, RunConfig
+from posttrain.config.schema import MISSING, NO_ENGINE, RunConfig
 from posttrain.config.walker import Problem
 
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
@@ -60,6 +60,8 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:
+    if config.rollout.engine == NO_ENGINE:
+        return
     limit = config.rollout.max_model_len
     for key, length in (
         ("rollout.max_tokens", config.rollout.max_tokens),

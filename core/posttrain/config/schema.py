@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 MISSING: Any = "???"
 
+NO_ENGINE = "none"
+"""The `rollout.engine` of a run that samples nothing: its completions come with the data."""
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -88,7 +91,7 @@ class RLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    engine: str = "hf"  # engine plug-in: hf (in this process) or vllm
+    engine: str = "hf"  # engine plug-in: hf (in this process) or vllm; none: completions come with the data (preference pairs)
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own options
     dtype: Dtype = "float32"  # storage and compute of the engine
     max_tokens: int = 256  # completion length

@@ -30,7 +30,9 @@ from posttrain.types import Message, Trajectory
 if TYPE_CHECKING:
     import torch
 
-TEXT_PACKER = "decoder_only"
+    from posttrain.data.preference import Pair, PairIds, Truncate
+
+TEXT_PACKER, PAIR_PACKER = "decoder_only", "preference"
 _TEMPLATE_FIX = "set model.chat_template to a Jinja template or to the path of a file that holds one"
 
 
@@ -103,6 +105,18 @@ class DataPacker(ABC):
         if not getattr(self.tokenizer, "chat_template", None):
             raise PackerError(
                 f"the tokenizer of {self.name_or_path!r} has no chat template, and the prompt is a list of messages",
+    def get_preference_input(self, pair: Pair, *, max_len: int, truncate: Truncate) -> PairIds:
+        """A preference pair as ids, one prompt and two completions, of at most `max_len` tokens per row (`preference.fit`).
+
+        Raises PackerError when the packer is not made for pairs.
+        """
+        raise PackerError(
+            f"{type(self).__name__} cannot shape preference pairs",
+            cause="it does not implement get_preference_input(pair, max_len, truncate)",
+            fix="leave rl.data.packer unset, or subclass posttrain_datapackers.preference:PreferencePacker",
+            where="rl.data.packer",
+        )
+
                 cause="model.chat_template is not set and the model folder brings none",
                 fix=f"{_TEMPLATE_FIX}; or let the environment's format_prompt return a string",
                 where="model.chat_template",
@@ -140,10 +154,12 @@ def load_tokenizer(name_or_path: str, *, chat_template: str | None = None, trust
     return tokenizer
 
 
-def init_data_packer(name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:
+def init_data_packer(
+    name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False, default: str = TEXT_PACKER
+) -> DataPacker:
     """The packer for a model, chosen by the `model_type` of its config.json, set up.
 
-    That is the installed packer plug-in named like the model type, else the decoder-only packer. Raises E14 (no name), E11 (a
+    That is the installed packer plug-in named like the model type, else `default`. Raises E14 (no name), E11 (a
     vision model without a packer of its own), and PackerError for encoder-decoder models.
     """
     from posttrain.plugins.discovery import discover
@@ -152,14 +168,14 @@ def init_data_packer(name_or_path: str, *, chat_template: str | None = None, tru
         raise error("E14")
     config = model_config(name_or_path)
     model_type = str(config.get("model_type", ""))
-    named = {info.name for info in discover("datapackers")} - {TEXT_PACKER}
+    named = {info.name for info in discover("datapackers")} - {TEXT_PACKER, PAIR_PACKER}
     native = model_type in named
     if not native and config.get("vision_config") is not None:
         raise error("E11", model_type=model_type, known=", ".join(sorted(named)) or "none")
     if not native and config.get("is_encoder_decoder"):
         raise PackerError(f"model_type={model_type!r} is an encoder-decoder model", cause="only causal models can be trained",
                           fix="choose a decoder-only model in model.name_or_path")
-    packer = load_packer(model_type if native else TEXT_PACKER)
+    packer = load_packer(model_type if native else default)
     return packer.setup(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
 
 

@@ -84,7 +84,7 @@ def make_row(
     return Row(
         input_ids=ids,
         mask=mask,
-        rollout_logprobs=[0.0] * prompt + list(trajectory.rollout_logprobs),
+        rollout_logprobs=None if trajectory.given else [0.0] * prompt + list(trajectory.rollout_logprobs),
         advantage=advantage,
         reward=float(trajectory.reward or 0.0),
         baseline=baseline,
@@ -97,8 +97,8 @@ def make_row(
 
 
 def cohort_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards and lengths of everything that was generated, trained or not."""
-    rewards = [float(t.reward) for t in rows if t.scorable and t.reward is not None]
+    """Rewards and lengths of everything in the cohort, trained or not. What came with the data has labels, not rewards."""
+    rewards = [float(t.reward) for t in rows if t.scorable and t.reward is not None and not t.given]
     lengths = [len(t.token_ids) for t in rows]
     out: dict[str, float] = {"rollout/unscorable_count": sum(not t.scorable for t in rows)}
     for name, values in (("reward", rewards), ("length", [float(n) for n in lengths])):
@@ -115,5 +115,5 @@ def cohort_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
         out[f"rollout/unscorable/{cause}"] = sum(t.info.get("cause") == cause for t in rows)
     if rows:
         out["rollout/truncated_share"] = sum(t.truncated for t in rows) / len(rows)
-    out["tokens/generated"] = sum(sum(t.mask) for t in rows)
+    out["tokens/generated"] = sum(sum(t.mask) for t in rows if not t.given)
     return out

@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING
 from posttrain.errors import RunAborted
 from posttrain.loop import batches, checkpoint, validation
 from posttrain.loop.cohort import Batch, Cohort
+from posttrain.loop.pairs import Pairs
+from posttrain.loop.pairs import validate as validate_pairs
 from posttrain.loop.waits import Waits, run_together
 from posttrain.types import Sampling
 
 if TYPE_CHECKING:
     from posttrain.loop.parts import Parts
+    from posttrain.types import Group
 
 
 @dataclass(slots=True)
@@ -139,7 +142,9 @@ class Controller:
         return {**result.metrics, **result.seconds, "optimizer_steps": result.optimizer_steps, "time/train_s": seconds}
 
     async def _sync(self, version: int) -> dict[str, float]:
-        """Publish version `version` and bring the engine to it."""
+        """Publish version `version` and bring the engine to it; nothing to do without an engine."""
+        if self.parts.plane is None:
+            return {}
         began = time.perf_counter()
         with self.parts.tracker.span("weights", "sync", version=version), self.waits.named(f"version {version}", "weight plane"):
             timings = await self.parts.plane.sync(version)
@@ -151,7 +156,7 @@ class Controller:
         began = time.perf_counter()
         with self.parts.tracker.span("rollout", "validate", step=step):
             metrics, groups = await self.waits.bounded(
-                validation.validate(self.parts.rollouts, self._draws, self.config),
+                self._measure(),
                 name=f"validation after step {step}",
                 owner=f"rollout engine {self.config.rollout.engine}",
                 timeout=self.config.rollout.generate_timeout_s,
@@ -161,6 +166,12 @@ class Controller:
         self.state.validation_first = self.state.validation_first or metrics
         self.state.validation_last = metrics
         self.parts.tracker.validation(step, metrics, groups)
+
+    async def _measure(self) -> tuple[dict[str, float], list[Group]]:
+        parts = self.parts
+        if isinstance(parts.rollouts, Pairs):
+            return await validate_pairs(parts.rollouts, self._draws, parts.objective, parts.policy)
+        return await validation.validate(parts.rollouts, self._draws, self.config)
 
     async def _checkpoint(self) -> None:
         with self.parts.tracker.span("loop", "checkpoint", step=self.state.step), self.waits.named("a checkpoint", "disk"):
@@ -199,7 +210,7 @@ class Controller:
         raise RunAborted(
             f"{limit} batches in a row had nothing to learn from (step {batch.step})",
             cause=f"in every group all rewards agree; in the last batch {zero:g} group(s) were all 0, {one:g} all 1, of "
-            f"{len(batch.groups)}; unscorable samples: {batch.metrics['rollout/unscorable_count']:g}",
+            f"{len(batch.groups)}; unscorable samples: {batch.metrics['rollout/unscorable_count']:g}{_causes(batch)}",
             fix="all 0: an easier task, a partial reward or a larger rl.group_size; all 1: a harder task; "
             "look at samples with `posttrain show`; rl.max_uninformative_batches sets the limit",
             anchor="troubleshooting.md#no-learning-signal",
@@ -215,3 +226,10 @@ class Controller:
         async with self._moved:
             with self.waits.named(f"weights of version {version} to draw prompts", "train loop"):
                 await self._moved.wait_for(lambda: self.advertised >= version)
+
+
+def _causes(batch: Batch) -> str:
+    """` (too_long 12)`: why trajectories of a batch have no reward."""
+    prefix = "rollout/unscorable/"
+    causes = [f"{name.removeprefix(prefix)} {n:g}" for name, n in batch.metrics.items() if name.startswith(prefix)]
+    return f" ({', '.join(causes)})" if causes else ""

@@ -10,6 +10,7 @@ from posttrain.errors import DataError
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import LoopState
 from posttrain.loop.ledger import Ledger
+from posttrain.loop.pairs import Pairs
 from posttrain.loop.rollouts import Rollouts
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parts:
-    """Everything the controller drives. `close` ends engines and workers; it is safe to call after a failed start."""
+    """Everything the controller drives. Without an engine there is no weight plane and no scorer either.
+
+    `close` ends engines and workers; it is safe to call after a failed start.
+    """
 
     config: RunConfig
     run_dir: RunDir
@@ -38,12 +42,18 @@ class Parts:
     sampler: PromptSampler
     packer: DataPacker
     policy: Policy
-    engine: Engine
-    plane: WeightPlane
-    scorer: Scorer
-    rollouts: Rollouts
+    rollouts: Rollouts | Pairs
     ledger: Ledger
+    engine: Engine | None = None
+    plane: WeightPlane | None = None
+    scorer: Scorer | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
+
+    async def start(self) -> None:
+        """Start the engine and the workers that score."""
+        for part in (self.engine, self.scorer):
+            if part is not None:
+                await part.start()
 
     def save(self, state: LoopState) -> checkpoint.Checkpoint:
         """Write the checkpoint of `state.step`."""
@@ -75,10 +85,12 @@ class Parts:
     async def close(self) -> None:
         """Close every part, also when one of them fails or hangs; what failed is said, and never hides why the run ended."""
         timeout = self.config.loop.shutdown_timeout_s
-        for name, close in (("engine", self.engine.close), ("rewards", self.scorer.close)):
+        for name, part in (("engine", self.engine), ("rewards", self.scorer)):
             try:
-                await asyncio.wait_for(close(), timeout)
+                if part is not None:
+                    await asyncio.wait_for(part.close(), timeout)
             except Exception as exc:
                 self.tracker.note(f"closing the {name} failed: {type(exc).__name__}: {exc} (see logs/)")
-        self.plane.close()
+        if self.plane is not None:
+            self.plane.close()
         self.ledger.close()

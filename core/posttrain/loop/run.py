@@ -76,8 +76,7 @@ async def _run(parts: Parts, found: checkpoint.Checkpoint | None) -> int:
         state = LoopState() if found is None else parts.load(found)
         if found is not None:
             parts.tracker.note(f"resumed from {found.path} after step {found.step}")
-        await parts.engine.start()
-        await parts.scorer.start()
+        await parts.start()
         ended = await Controller(parts, state).run()
         return ended.step - (found.step if found else 0)
     finally:

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metric_names import SCORES, Score, score_of
 from posttrain.tracking.text import duration, number, printable, sparkline
 
 Mode = Literal["auto", "live", "lines", "none"]
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Progress:
-    """What the display knows of a run so far."""
+    """What the display knows of a run so far. `rewards` and `held_out` are values of `score`, the reward in most runs."""
 
     total: int
     step: int = 0
@@ -48,16 +48,20 @@ class Progress:
     seconds: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     sample: Sample | None = None
+    score: Score = SCORES[0]
 
     def restore(self, rows: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
         """Take up what a resumed run has on record."""
         self.step = max((row["step"] for row in rows), default=0)
-        self.rewards = [float(r["reward/mean"]) for r in rows if isinstance(r.get("reward/mean"), int | float)]
-        self.held_out = [(row["step"], row[HELD_OUT]) for row in validations if row.get(HELD_OUT) is not None]
+        self.score = score_of(*rows[:1], *validations[:1])
+        trained, held_out = self.score.trained, self.score.held_out
+        self.rewards = [float(r[trained]) for r in rows if isinstance(r.get(trained), int | float)]
+        self.held_out = [(row["step"], row[held_out]) for row in validations if row.get(held_out) is not None]
 
     def advance(self, step: int, metrics: Mapping[str, Any], sample: Sample | None) -> None:
         self.step, self.metrics, self.sample = step, metrics, sample or self.sample
-        if isinstance(reward := metrics.get("reward/mean"), int | float):
+        self.score = score_of(metrics) if not self.rewards else self.score
+        if isinstance(reward := metrics.get(self.score.trained), int | float):
             self.rewards.append(float(reward))
         self.seconds.append(float(metrics.get("time/step_s") or 0.0))
 
@@ -107,11 +111,14 @@ class Display:
         elif self.mode == "lines" and self._due():
             self.console.print(Text(line(self.progress)), soft_wrap=True)
 
-    def validation(self, step: int, reward: float | None) -> None:
-        if reward is None:
+    def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        score = score_of(metrics)
+        value = metrics.get(score.held_out)
+        if value is None:
             return
-        self.progress.held_out.append((step, reward))
-        self.note(f"held-out reward {number(reward)} " + (f"after step {step}" if step else "before step 1"))
+        self.progress.held_out.append((step, value))
+        when = f"after step {step}" if step else "before step 1"
+        self.note(f"held-out {score.name} {score.text(metrics, held_out=True)} {when}")
 
     def stop(self) -> None:
         if self._live is not None:
@@ -132,7 +139,7 @@ def line(progress: Progress) -> str:
     m, width = progress.metrics, len(str(progress.total))
     parts = [
         f"step {progress.step:>{width}}/{progress.total}",
-        f"reward {number(m.get('reward/mean'))}",
+        f"{progress.score.name} {progress.score.text(m)}",
         f"loss {number(m.get('loss'))}",
         f"length {number(m.get('length/mean'))}",
     ]
@@ -157,7 +164,7 @@ def panel(progress: Progress) -> RenderableType:
     rows: list[RenderableType] = [head]
     if progress.rewards:
         curve = f"{number(progress.rewards[-1])} {sparkline(progress.rewards)}"
-        rows.append(_fields(("reward", curve), ("held-out", _held_out(progress))))
+        rows.append(_fields((progress.score.name, curve), ("held-out", _held_out(progress))))
         rows.append(_fields(
             ("loss", number(m.get("loss"))),
             ("grad norm", number(m.get("grad_norm"))),

@@ -7,9 +7,37 @@ the definition of a concrete name, or None; a test holds that the code emits no 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 HELD_OUT = "validation/reward/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a run is judged by, called `name`: `trained` in metrics.jsonl, `held_out` in validation.jsonl, perhaps an accuracy."""
+
+    name: str
+    trained: str
+    held_out: str
+    accuracy: str = ""
+
+    def text(self, metrics: Mapping[str, Any], *, held_out: bool = False) -> str:
+        """`0.75`, or `2.31 (accuracy 0.98)`."""
+        from posttrain.tracking.text import number
+
+        accuracy = metrics.get(f"validation/{self.accuracy}" if held_out else self.accuracy) if self.accuracy else None
+        value = number(metrics.get(self.held_out if held_out else self.trained))
+        return value if accuracy is None else f"{value} (accuracy {number(accuracy)})"
+
+
+SCORES = (Score("reward", "reward/mean", HELD_OUT), Score("margin", "dpo/margin", "validation/dpo/margin", "dpo/accuracy"))
+
+
+def score_of(*rows: Mapping[str, Any]) -> Score:
+    """The score of a run with such rows of metrics: the reward, unless only another one is in them."""
+    return next((s for s in SCORES if any(row.get(n) is not None for row in rows for n in (s.trained, s.held_out))), SCORES[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metric_names import score_of
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.rollouts import read_rollouts, rollout_steps
 from posttrain.tracking.run_dir import find_run
@@ -42,9 +42,11 @@ def show(run: str | Path, step: int | None = None, *, groups: int = 3, samples: 
 
 def _headline(folder: Path, step: int | None, rows: Sequence[Row]) -> str:
     metrics = {row["step"]: row for row in read_metrics(folder)}.get(step, {})
-    held_out = [row[HELD_OUT] for row in read_validation(folder) if row.get(HELD_OUT) is not None]
-    reward = number(metrics.get("reward/mean"))
-    parts = [f"step {step} of {max(rollout_steps(folder))}", f"{len(rows)} answers", f"mean reward {reward}"]
+    validations = read_validation(folder)
+    score = score_of(metrics, *validations)
+    held_out = [row[score.held_out] for row in validations if row.get(score.held_out) is not None]
+    mean = f"mean {score.name} {score.text(metrics)}"
+    parts = [f"step {step} of {max(rollout_steps(folder))}", f"{len(rows)} answers", mean]
     if held_out:
         parts.append(f"held-out {number(held_out[0])} → {number(held_out[-1])}")
     return " · ".join(parts)

@@ -1,4 +1,4 @@
-"""What a run came to, read from its own files: held-out reward before and after, steps, time by phase, where it lies."""
+"""What a run came to, read from its own files: held-out score before and after, steps, time by phase, where it lies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metric_names import HELD_OUT, SCORES, Score, score_of
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.text import duration, number
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The end of a run. Rewards are None where there was no validation; seconds are sums over all steps."""
+    """The end of a run. Rewards are None where there was no validation; seconds are sums over all steps.
+
+    Held-out values and rewards are those of `score`: the reward, or the margin where preference pairs came with the data.
+    """
 
     run: Path
     outcome: str
@@ -26,20 +29,25 @@ class Summary:
     reward_last: float | None
     seconds: Mapping[str, float]
     generated_tokens: int
+    score: Score = SCORES[0]
+    held_out_accuracy: tuple[float, float] | None = None
 
     def lines(self) -> list[str]:
         """The summary as the lines that a person reads."""
-        total = self.seconds.get("step", 0.0)
+        total, name = self.seconds.get("step", 0.0), self.score.name
         out = [f"{self.outcome}: {self.steps} of {self.total_steps} batch steps in {duration(total)}"]
         if self.held_out_before is not None or self.held_out_after is not None:
-            out.append(f"  held-out reward   {number(self.held_out_before)} before → {number(self.held_out_after)} after")
+            out.append(f"  held-out {name}   {number(self.held_out_before)} before → {number(self.held_out_after)} after")
+        if self.held_out_accuracy is not None:
+            before, after = self.held_out_accuracy
+            out.append(f"  held-out accuracy {number(before)} before → {number(after)} after")
         if self.reward_first is not None:
-            out.append(f"  training reward   {number(self.reward_first)} at the start → {number(self.reward_last)} at the end")
+            out.append(f"  training {name}   {number(self.reward_first)} at the start → {number(self.reward_last)} at the end")
         if total:
-            split = {k: v for k, v in self.seconds.items() if k not in ("step", "validation")}
+            split = {k: v for k, v in self.seconds.items() if k not in ("step", "validation") and (v or self.generated_tokens)}
             split["other"] = max(total - sum(split.values()), 0.0)
             shares = " · ".join(f"{name} {value / total:.0%}" for name, value in split.items())
-            speed = f" · {number(self.generated_tokens / total)} tokens/s"
+            speed = f" · {number(self.generated_tokens / total)} tokens/s" if self.generated_tokens else ""
             out.append(f"  time              {shares}{speed}")
         out += [f"  run               {self.run}", f"  look at samples   posttrain show {self.run}"]
         return out
@@ -48,9 +56,11 @@ class Summary:
 def summarise(run: Path, total_steps: int, outcome: str = "Done") -> Summary:
     """Read the summary of a run from its metrics and validation files."""
     rows, held_out = read_metrics(run), read_validation(run)
-    rewards = [row["reward/mean"] for row in rows if isinstance(row.get("reward/mean"), int | float)]
+    score = score_of(*rows[:1], *held_out[:1])
+    rewards = [row[score.trained] for row in rows if isinstance(row.get(score.trained), int | float)]
     edge = max(len(rewards) // 10, 1)
-    scores = [(row["step"], row[HELD_OUT]) for row in held_out if row.get(HELD_OUT) is not None]
+    scores = [(row["step"], row[score.held_out]) for row in held_out if row.get(score.held_out) is not None]
+    accuracies = [row[f"validation/{score.accuracy}"] for row in held_out if row.get(f"validation/{score.accuracy}") is not None]
     seconds = {name: _total(rows, f"time/{name}_s") for name in ("step", "rollout", "train", "sync")}
     return Summary(
         run=run,
@@ -63,6 +73,8 @@ def summarise(run: Path, total_steps: int, outcome: str = "Done") -> Summary:
         reward_last=sum(rewards[-edge:]) / edge if rewards else None,
         seconds={**seconds, "validation": _total(held_out, "validation/time_s")},
         generated_tokens=int(_total(rows, "tokens/generated")),
+        score=score,
+        held_out_accuracy=(accuracies[0], accuracies[-1]) if len(accuracies) > 1 else None,
     )
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from posttrain.tracking.display import Display, Sample
 from posttrain.tracking.events import Events, OpenSpan
 from posttrain.tracking.logs import RoleLogs
-from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import MetricsWriter, read_metrics, read_validation, truncate_after
 from posttrain.tracking.rollouts import Decode, supersede_after, write_rollouts
 from posttrain.tracking.summary import Summary, summarise, zero_start_advice
@@ -97,7 +96,7 @@ class Tracker:
         self._validation.write(step, metrics)
         if groups and self.config.rollouts_every:
             write_rollouts(self.run_dir.rollouts, step, groups, decode=self.decode, kind="validation")
-        self.display.validation(step, metrics.get(HELD_OUT))
+        self.display.validation(step, metrics)
         if step == 0 and (advice := zero_start_advice(metrics)):
             self.note(advice)
 

@@ -17,8 +17,9 @@ from posttrain.types import Message, Trajectory
 if TYPE_CHECKING:
     import torch
 
-_MARK = "last-words"
-_BASE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK})
+MARK = "last-words"
+BASE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": MARK})
+"""A conversation to render: what the template writes after `MARK` ends an assistant's turn."""
 
 
 class DecoderOnlyPacker(DataPacker):
@@ -92,16 +93,16 @@ class DecoderOnlyPacker(DataPacker):
         The added text is the difference of two renderings of a fixed conversation, so the sampled ids are never rendered
         again. Its overlap with the end of `ids` (the sampled stop token) is written once.
         """
-        before = self.render(_BASE, add_generation_prompt=False)
-        after = self.render([*_BASE, *messages])
-        found = before.rfind(_MARK)
+        before = self.render(BASE, add_generation_prompt=False)
+        after = self.render([*BASE, *messages])
+        found = before.rfind(MARK)
         if not after.startswith(before) or found < 0:
             raise PackerError(
                 "the chat template rewrites earlier turns, so the next prompt cannot continue the sampled ids",
                 cause="rendering a conversation does not begin with the rendering of its first turns",
                 fix="set model.chat_template to one that only appends", where="model.chat_template",
             )
-        start = found + len(_MARK)
+        start = found + len(MARK)
         added = self._encode(after[start:])
         closing = len(self._encode(before[start:]))
         overlap = next((n for n in range(min(closing, len(ids)), 0, -1) if list(ids[-n:]) == added[:n]), 0)
