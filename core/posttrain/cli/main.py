@@ -16,6 +16,7 @@ from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 COMMANDS = {
     "train": "posttrain.cli.train",
     "show": "posttrain.cli.show",
+    "diff": "posttrain.cli.diff",
     "export": "posttrain.cli.export",
     "plugins": "posttrain.cli.plugins",
     "experiments": "posttrain.cli.experiments",
@@ -33,6 +34,7 @@ train
 look
   posttrain show RUN [--step N]                     sample rollouts with rewards and advantages
   posttrain export RUN OUT [--step N]               a Hugging Face folder from a checkpoint
+  posttrain diff A B                                what tells two runs apart, and what they came to
   posttrain experiments list                        what experiment= can name
   posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports
   posttrain plugins doctor [NAME]                   import each plug-in and say what is wrong with it

@@ -1,4 +1,4 @@
-"""Hydra composes: defaults < experiments < file < command line, as plain trees in its ConfigStore.
+"""Hydra composes: defaults < experiments < file < call from Python < command line, as plain trees in its ConfigStore.
 
 Nothing is checked here; `load.load_config` does that with the layers, which know where each value came from.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.catalog import load_catalog
-from posttrain.config.layers import Layer, Layers, merge, nest, read_file
+from posttrain.config.file import read_file
+from posttrain.config.layers import Layer, Layers, merge, nest, put, segments
 from posttrain.config.overrides import Typed, parse
 from posttrain.config.schema import RunConfig
 from posttrain.config.walker import to_tree
@@ -31,8 +33,17 @@ class Composed:
     typed: list[Typed]
 
 
-def compose(overrides: Sequence[str], *, experiment: str | None = None, config_file: str | Path | None = None) -> Composed:
-    """Merge all layers. Raises ConfigError for overrides, files and interpolations that cannot be read, and E15."""
+def compose(
+    overrides: Sequence[str],
+    *,
+    experiment: str | None = None,
+    config_file: str | Path | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> Composed:
+    """Merge all layers. `values`: of a call from Python, by dotted path.
+
+    Raises ConfigError for overrides, files and interpolations that cannot be read, and E15.
+    """
     typed = parse(overrides)
     file = read_file(Path(config_file)) if config_file is not None else None
     selected = _selected(typed, experiment, file)
@@ -47,12 +58,23 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None, config_f
             raise
     if file is not None:
         layers.append(Layer(file.name, {k: v for k, v in file.tree.items() if k != "experiment"}, typed=True, lines=file.lines))
+    trees = [layer.tree for layer in layers]
+    if values:
+        merged, called = reduce(merge, trees), dict[str, Any]()
+        for path, value in values.items():
+            merged, called = put(merged, segments(path), value), merge(called, nest(path, value))
+        trees, layers = [merged], [*layers, Layer("call", called, typed=True)]
     changes = [one for one in typed if one.key != "experiment"]
     command_line: dict[str, Any] = {}
     for one in changes:
         command_line = merge(command_line, nest(one.key, one.value))
-    tree = hydra_compose([layer.tree for layer in layers], [one.text for one in changes])
-    return Composed(tree, Layers((*layers, Layer("command line", command_line, typed=True))), notes, selected, typed)
+    stack = Layers((*layers, Layer("command line", command_line, typed=True)))
+    try:
+        tree = hydra_compose(trees, [one.text for one in changes])
+    except ConfigError as exc:
+        exc.where = f"{exc.where} ({stack.origin(exc.where)})" if exc.where else ""
+        raise
+    return Composed(tree, stack, notes, selected, typed)
 
 
 def hydra_compose(trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
@@ -75,7 +97,11 @@ def hydra_compose(trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) 
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except (HydraException, OmegaConfBaseException) as exc:
         raise ConfigError(
-            "the configuration cannot be composed", cause=_cause(exc), fix="correct the value named", code="compose"
+            "the configuration cannot be composed",
+            cause=_cause(exc),
+            fix="correct the value named",
+            where=getattr(exc, "full_key", None) or "",
+            code="compose",
         ) from exc
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
@@ -96,4 +122,5 @@ def _cause(exc: BaseException) -> str:
     """The innermost reason, in one line."""
     while exc.__cause__ is not None:
         exc = exc.__cause__
-    return " ".join(str(exc).split())
+    text = " ".join(str(exc).split()).partition(" full_key: ")[0]  # OmegaConf adds what `where` says better
+    return text.removeprefix("KeyError raised while resolving interpolation: ").strip("'\"")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from posttrain.errors import ConfigError
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "–"
+
+
+ABSENT: Any = _Absent()
+"""The value of a key that is not there: equal to no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +26,8 @@ class Layer:
     typed: bool = False
     lines: Mapping[str, int] = field(default_factory=dict)
 
-    def sets(self, path: str) -> bool:
-        """Whether the layer gives `path`, something inside it, or the whole that it is in."""
+    def get(self, path: str) -> Any:
+        """What the layer gives at `path`; a value of its own, equal to no other, when nothing."""
         node: Any = self.tree
         for key in segments(path):
             if isinstance(node, Mapping) and key in node:
@@ -29,8 +35,12 @@ class Layer:
             elif isinstance(node, (list, tuple)) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                return False
-        return True
+                return ABSENT
+        return node
+
+    def sets(self, path: str) -> bool:
+        """Whether the layer gives `path`, something inside it, or the whole that it is in."""
+        return self.get(path) is not ABSENT
 
     def label(self, path: str) -> str:
         """The layer's name, with the line for a file."""
@@ -80,40 +90,31 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_file(path: Path) -> Layer:
-    """A config file as a layer. Raises ConfigError when it is absent, not YAML or not a mapping."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
-        lines = _lines(yaml.compose(text)) if text.strip() else {}
-    except OSError as exc:
-        raise ConfigError(
-            f"cannot read config file {path}", cause=exc.strerror or str(exc), fix="check the path of --config"
-        ) from exc
-    except Exception as exc:
-        cause = " ".join(str(exc).split())
-        raise ConfigError(f"{path} is not a valid YAML file", cause=cause, fix="correct the file at the line named") from exc
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} must hold a mapping of keys", cause=f"it holds a {type(tree).__name__}", fix="write key: value lines"
-        )
-    return Layer(path.name, {str(key): value for key, value in tree.items()}, typed=True, lines=lines)
+def put(tree: Any, keys: Sequence[str], value: Any) -> Any:
+    """`tree` with `value` merged in at `keys`, which may lead through lists by index; the argument is not changed."""
+    if not keys:
+        return merge(tree, value) if isinstance(tree, Mapping) and isinstance(value, Mapping) else value
+    key, *rest = keys
+    if isinstance(tree, list) and key.isdigit() and int(key) < len(tree):
+        return [put(item, rest, value) if i == int(key) else item for i, item in enumerate(tree)]
+    known = tree if isinstance(tree, Mapping) else {}
+    return {**known, key: put(known.get(key), rest, value)}
 
 
-def _lines(node: Any, prefix: str = "") -> dict[str, int]:
-    """The line of every key of a YAML document, by path."""
-    found: dict[str, int] = {}
-    children = (
-        [(str(i), item, item) for i, item in enumerate(node.value)]
-        if node.id == "sequence"
-        else [(str(key.value), key, item) for key, item in (node.value if node.id == "mapping" else ())]
-    )
-    for name, key, item in children:
-        path = f"{prefix}.{name}" if prefix else name
-        found[path] = key.start_mark.line + 1
-        if item.id in ("mapping", "sequence"):
-            found |= _lines(item, path)
-    return found
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """`(path, value)` of everything in a plain tree; an empty mapping and a list of plain values are one leaf."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, (list, tuple)) and tree and isinstance(tree[0], Mapping):
+        for i, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{i}]")
+    else:
+        yield path, list(tree) if isinstance(tree, tuple) else tree
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """`path: (old value, new value)` of everything that differs, in the order of the trees; what one side lacks is `ABSENT`."""
+    before, after = dict(leaves(old)), dict(leaves(new))
+    both = ((path, (before.get(path, ABSENT), after.get(path, ABSENT))) for path in {**before, **after})
+    return {path: values for path, values in both if values[0] != values[1] or type(values[0]) is not type(values[1])}

@@ -1,7 +1,8 @@
 """The run directory: where everything about one run lies. Local files, no account.
 
     <root>/<name>-<time>/
-        config.yaml  overrides.txt  provenance.json      what was asked for, and what answered
+        config.yaml  overrides.txt  origins.json         what was asked for, and where each value came from
+        provenance.json  fingerprints.json               what answered: versions, source, machine; the data
         metrics.jsonl  validation.jsonl                  one object per batch step; one per held-out validation
         rollouts/step_000012.parquet                     every trajectory, to the token
         events.jsonl  logs/<role>.log                    what each role did when; what it said
@@ -14,6 +15,7 @@ Two runs never share a directory: creation is exclusive, and a lock is held whil
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -22,11 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.errors import ConfigError
+from posttrain.config.layers import differing
+from posttrain.errors import ConfigError, DataError
 from posttrain.tracking.files import write_text, writing
 from posttrain.tracking.lock import RunLock
 
 ROOT_VARIABLES = ("POSTTRAIN_OUTPUT_ROOT", "IMAGINAIRE_OUTPUT_ROOT")
+RESUMED = "resume command line"
+"""The origin of a value that was changed on the command line of a resume."""
 CHECKPOINT = re.compile(r"step_(\d+)")
 
 
@@ -34,6 +39,31 @@ def output_root(flag: str | Path | None = None) -> Path:
     """Where new runs go: the flag, else the environment, else ./outputs."""
     chosen = flag or next((os.environ[v] for v in ROOT_VARIABLES if os.environ.get(v)), None) or "outputs"
     return Path(chosen).expanduser().absolute()
+
+
+def saved_config(run: Path) -> dict[str, Any]:
+    """The resolved config that a run was started with. Raises DataError when it cannot be read."""
+    import yaml
+
+    path = run / "config.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as exc:
+        cause = " ".join(str(exc).split())
+        raise DataError(f"{path} cannot be read", cause=cause, fix="restore it: it is the run's own config") from exc
+    if not isinstance(tree, dict):
+        raise DataError(f"{path} is not a config", fix="restore it: it is the run's own config")
+    return tree
+
+
+def saved_json(path: Path) -> Any:
+    """What a small JSON file of a run holds; None when the run has none. Raises DataError when it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        raise DataError(f"{path} cannot be read", cause=str(exc), fix="restore it, or remove it to go without") from exc
 
 
 def find_run(path: str | Path) -> Path:
@@ -117,10 +147,21 @@ class RunDir:
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
-    def write_config(self, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-        """Write the resolved config as YAML, and the overrides exactly as typed, one a line."""
+    def write_config(
+        self, tree: Mapping[str, Any], overrides: Sequence[str] = (), origins: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the resolved config as YAML, the overrides exactly as typed, one a line, and the origin of each value.
+
+        A run that is resumed keeps its origins; keys that the resume changed are of the resume's command line.
+        """
         import yaml
 
+        recorded = self.path / "origins.json"
+        if origins is not None and not (self.path / "config.yaml").exists():
+            self._write_json(recorded, origins)
+        elif (earlier := saved_json(recorded)) is not None:
+            changed = differing(saved_config(self.path), tree)
+            self._write_json(recorded, earlier | dict.fromkeys(changed, RESUMED))
         write_text(self.path / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True))
         write_text(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
 
@@ -129,6 +170,13 @@ class RunDir:
         from posttrain.tracking.provenance import append_provenance
 
         append_provenance(self.path / "provenance.json", tags=tags, threads=threads)
+
+    def write_fingerprints(self, fingerprints: Mapping[str, str]) -> None:
+        """Write the digest of each environment's training rows."""
+        self._write_json(self.path / "fingerprints.json", fingerprints)
+
+    def _write_json(self, path: Path, tree: Mapping[str, Any]) -> None:
+        write_text(path, json.dumps(dict(tree), indent=1, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         """Release the lock; idempotent."""
