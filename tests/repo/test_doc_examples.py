@@ -1,77 +1,86 @@
-"""The Python of the how-to pages runs as printed."""
+"""The Python of the pages runs as printed, block after block, in a folder with the files that the pages show.
+
+A block whose first line is `# path/to/file.py` is that file, and is imported. Trainings are one step of a tiny model; a run that
+a block reads is a run of one step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import io
-import json
-import os
 import re
-import shlex
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from posttrain.config.load import load_config
+
 ROOT = Path(__file__).parents[2]
-Install = Callable[[str, str], None]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+Workshop = Callable[[Path], Path]
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Puts text into a module of a user's own package `my_package`, importable here and in child processes."""
-    (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+def one_step(small: Callable[[Any], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`posttrain.train` trains one step of the tiny model, whatever config it is called with."""
+    from posttrain.loop import run
 
-    def write(name: str, text: str) -> None:
-        (tmp_path / "my_package" / f"{name}.py").write_text(text, encoding="utf-8")
-        importlib.invalidate_caches()
+    original = run.train
 
-    yield write
-    for name in [n for n in sys.modules if n.split(".")[0] == "my_package"]:
-        del sys.modules[name]
+    def train(loaded: Any, *, resume: Any = None, **options: Any) -> Any:
+        if resume is None:
+            (tmp_path / "config.yaml").write_text(loaded.yaml(), encoding="utf-8")
+            loaded = load_config(small(loaded.config), config_file=tmp_path / "config.yaml")
+        return original(loaded, resume=resume, **options)
+
+    monkeypatch.setattr(run, "train", train)
 
 
-def test_custom_reward_scores_a_text(install: Install) -> None:
-    environment, use = blocks("docs/howto/custom-reward.md")
-    install("envs", environment)
-    out = io.StringIO()
+def run_page(page: Path, ended_run: Path) -> str:
+    """Everything that the blocks of a page print."""
+    out, names = io.StringIO(), {"__name__": "page"}
     with contextlib.redirect_stdout(out):
-        exec(use, {})
-    assert "Reward(total=1.0, parts={'correct': 1.0, 'format': 1.0}" in out.getvalue()
+        for number, block in enumerate(blocks(page), 1):
+            if file := re.match(r"# ([\w/-]+)\.py\n", block):
+                importlib.import_module(file[1].replace("/", "."))
+                continue
+            text = re.sub(r"([\"'])(?:outputs/[\w-]+|RUN)\1", repr(str(ended_run)), block)
+            text = re.sub(r"\bstep=\d+", "step=1", text)
+            exec(compile(text, f"{page.name}, block {number}", "exec"), names)
+    return out.getvalue()
 
 
-def test_custom_data_is_a_dataset(install: Install, tmp_path: Path) -> None:
-    (page,) = blocks("docs/howto/custom-data.md")
-    install("data", page)
-    rows = [{"id": str(i), "prompt": "p", "answer": i} for i in range(5)]
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    questions = importlib.import_module("my_package.data").questions
-    assert questions(str(tmp_path / "questions.jsonl"), limit=3) == rows[:3]
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_python_of_the_page_runs(page: Path, workshop: Workshop, ended_run: Path, one_step: None) -> None:
+    workshop(page)
+    run_page(page, ended_run)
 
 
-def test_custom_datapacker_is_found_by_its_path(install: Install) -> None:
+def test_custom_reward_scores_a_text(workshop: Workshop, ended_run: Path) -> None:
+    page = ROOT / "docs/howto/custom-reward.md"
+    workshop(page)
+    assert "Reward(total=1.0, parts={'correct': 1.0, 'format': 1.0}" in run_page(page, ended_run)
+
+
+def test_custom_datapacker_is_found_by_its_path(workshop: Workshop) -> None:
     from posttrain.data.packer import load_packer
 
-    page, *_ = blocks("docs/howto/custom-datapacker.md")
-    install("packers", page)
+    workshop(ROOT / "docs/howto/custom-datapacker.md")
     assert type(load_packer("my_package.packers:Terse")).__name__ == "Terse"
 
 
-def test_contributing_shows_an_algorithm_that_works(install: Install) -> None:
+def test_contributing_shows_an_algorithm_that_works(workshop: Workshop) -> None:
     from posttrain.objective.objective import build_objective
 
-    (page,) = blocks("CONTRIBUTING.md")
-    install("scaled", page)
+    workshop(ROOT / "CONTRIBUTING.md")
     objective = build_objective("my_package.scaled:Scaled", group_size=2, scale=3.0)
     assert objective.advantages([1.0, 0.0], ["a", "a"]).tolist() == [1.5, -1.5]
 
@@ -88,27 +97,3 @@ def test_make_names_what_the_readme_and_ci_say() -> None:
     for target in re.findall(r"make (\w+)", readme):
         dry(target)
 
-
-def commands() -> list[str]:
-    """The `posttrain train` lines of all pages that start a new run."""
-    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    shell = [b for p in pages for b in re.findall(r"^```bash\n(.*?)^```", p.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)]
-    lines = "".join(shell).replace("\\\n", " ").splitlines()
-    plain = {re.sub(r" +", " ", line.partition("  #")[0].strip()) for line in lines if line.startswith("posttrain train")}
-    return sorted(line for line in plain if "--resume" not in line)
-
-
-@pytest.mark.parametrize("command", commands())
-def test_the_commands_of_the_docs_are_accepted(
-    command: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from posttrain.cli.main import main
-
-    install("envs", blocks("docs/howto/custom-reward.md")[0])
-    install("packers", blocks("docs/howto/custom-datapacker.md")[0])
-    install("data", blocks("docs/howto/custom-data.md")[0])
-    rl = {"steps": 1, "objective": {"name": "grpo"}}
-    least = {"rl": rl, "model": {"name_or_path": "m"}, "environments": [{"name": "arithmetic"}]}
-    (tmp_path / "my.yaml").write_text(json.dumps(least))
-    monkeypatch.chdir(tmp_path)
-    assert main([*shlex.split(command)[1:], "--cfg", "job"]) == 0, capsys.readouterr().err

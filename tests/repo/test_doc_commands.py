@@ -1,0 +1,266 @@
+"""Every line of every ```bash block of README, CONTRIBUTING and docs is run, as far as a machine without GPU and network can.
+
+How far that is, by the program that a line calls:
+
+    posttrain …      for real, in this process, in a folder with the files that the pages show. A training is made small: one step
+                     of the hf engine on a tiny model, at most 8 new tokens. Where the line asks for an engine that does not run
+                     in this process (vLLM), or for data of a hub, its config is composed and checked instead (`--cfg job`).
+                     Of a sweep the jobs are counted, and the first is run
+    python …         for real (a `--check` is added to the generator of the docs; benchmarks are only compiled)
+    pytest …         the tests that it selects exist
+    make …           the target exists, and `make -n` accepts it
+    pip install …    the requirement is well formed, its extras are ours, its file exists; nothing is installed
+    cat, head, …     for real, in bash
+    source, cd, git clone, docker, podman    only their form: they would change the machine
+
+Any other line fails: teach it here. RUN, RUN_A and RUN_B, and run directories with a date, stand for a run of one step; OUT for a
+new folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli.main import COMMANDS, main
+from posttrain.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+Small = Callable[[Any], list[str]]
+HUB = {"gsm8k_grpo"}
+"""Experiments whose data come from a hub, unless the line brings its own."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command of a page."""
+
+    page: Path
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text[:70]}"
+
+
+def commands() -> list[Line]:
+    """Each different line once, in the order of the pages."""
+    found: dict[str, Line] = {}
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+            for text in lines_of(block):
+                found.setdefault(text, Line(page, text))
+    return list(found.values())
+
+
+def lines_of(block: str) -> Iterator[str]:
+    """The commands of a block: continued lines joined, here-documents kept whole, comments and `&&` taken apart."""
+    rest = block.replace("\\\n", " ").splitlines()
+    while rest:
+        line = rest.pop(0)
+        if document := re.search(r"<<-?\s*['\"]?(\w+)", line):
+            while rest and line.splitlines()[-1].strip() != document[1]:
+                line += "\n" + rest.pop(0)
+            yield line
+            continue
+        words = re.sub(r"(^|\s)#\s.*$", "", line).strip()
+        yield from (part for part in re.split(r"\s+&&\s+", re.sub(r" +", " ", words)) if part)
+
+
+LINES = commands()
+
+
+@pytest.fixture
+def place(workshop: Callable[[Path], Path], ended_run: Path, tmp_path: Path) -> Callable[[Line], list[str]]:
+    """Goes to a fresh folder for a line, and gives its words with the placeholders filled in."""
+
+    def prepare(line: Line) -> list[str]:
+        workshop(line.page)
+        words = []
+        for word in shlex.split(line.text, comments=False):
+            dated = r"(?:outputs|multirun)/[\w./-]*\d{4}-?\d{2}-?\d{2}[\w-]*"
+            found = re.match(rf"(RUN(?:_[A-Z])?|{dated})(?=/|$)", word)
+            if found:
+                copy = tmp_path / f"copy-{re.sub(r'[^A-Z_]', '', found[1]) or 'DATED'}"
+                if not copy.exists():
+                    shutil.copytree(ended_run, copy)
+                word = str(copy) + re.sub(r"step_\d+", "step_1", word[found.end() :])
+            words.append("out" if word == "OUT" else word)
+        return words
+
+    return prepare
+
+
+@pytest.mark.parametrize("line", LINES, ids=str)
+def test_the_command_works(line: Line, place: Callable[[Line], list[str]], small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = place(line)
+    while words and (setting := re.fullmatch(r"([A-Z_]+)=(.*)", words[0])):
+        monkeypatch.setenv(setting[1], setting[2])
+        if setting[1] == "PYTHONPATH":
+            monkeypatch.syspath_prepend(setting[2])
+        words.pop(0)
+    program = Path(words[0]).name if words[0].startswith(".venv/bin/") else words[0]
+    if program in BASH:
+        assert subprocess.run(["bash", "-ec", line.text], check=False).returncode == 0
+        return
+    assert program in PROGRAMS, f"{line.page.relative_to(ROOT)}: no way to test {line.text!r}; add one to PROGRAMS"
+    PROGRAMS[program](words[1:], small)
+
+
+# posttrain ------------------------------------------------------------------------------------------------------------------
+
+
+def run_posttrain(arguments: list[str], small: Small) -> None:
+    arguments, redirect = split_redirect(arguments)
+    if arguments[0] == "train" and not {"--help", "-h", "--cfg", "--dry-run"} & set(arguments):
+        arguments = small_training(arguments, small)
+    elif "--step" in arguments:
+        arguments[arguments.index("--step") + 1] = "1"
+    if redirect:
+        with open(redirect, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            assert main(arguments) == 0
+    else:
+        assert main(arguments) == 0
+
+
+def split_redirect(arguments: list[str]) -> tuple[list[str], str | None]:
+    """The arguments before a pipe, and the file that `> file` names."""
+    if "|" in arguments:
+        arguments = arguments[: arguments.index("|")]
+    if ">" in arguments:
+        at = arguments.index(">")
+        return arguments[:at], arguments[at + 1]
+    return arguments, None
+
+
+def small_training(arguments: list[str], small: Small) -> list[str]:
+    """The same command for one step of a tiny model, or with `--cfg job` where it cannot run here."""
+    if "--resume" in arguments:
+        return [*arguments, *(["rl.steps=2"] if any(a.startswith("rl.steps=") for a in arguments) else [])]
+    if {"--multirun", "-m"} & set(arguments):
+        arguments = first_job(arguments)
+    if cannot_run(arguments):
+        return [*arguments, "--cfg", "job"]
+    given = [a for a in arguments[1:] if "=" in a]
+    file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
+    values = small(load_config(given, config_file=file).config)
+    taken = {value.split("=")[0] for value in values}
+    return [*(a for a in arguments if a.split("=")[0].lstrip("+") not in taken), *values]
+
+
+def cannot_run(arguments: list[str]) -> bool:
+    chosen = next((a.split("=")[1] for a in arguments if a.startswith("experiment=")), "")
+    own_data = any("data" in a for a in arguments if a.startswith("environments"))
+    if chosen in HUB and not own_data:
+        return True
+    file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
+    engine = load_config([a for a in arguments[1:] if "=" in a], config_file=file).config.rollout.engine
+    return engine not in ("hf", "none")
+
+
+def first_job(arguments: list[str]) -> list[str]:
+    """The first job of a sweep that Hydra made; there is more than one, and each one's config is accepted."""
+    from posttrain.cli import multirun
+
+    jobs: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multirun, "run_job", lambda task, **_: jobs.append(list(task)) or 0)
+        assert main(arguments) == 0
+    assert len(jobs) > 1, "a sweep of one run"
+    for job in jobs:
+        load_config(job)
+    return ["train", *jobs[0]]
+
+
+# other programs -------------------------------------------------------------------------------------------------------------
+
+
+def run_python(arguments: list[str], small: Small) -> None:
+    if arguments[:2] == ["-m", "venv"]:
+        return
+    if arguments[0].startswith("tests/benchmarks/"):
+        compile(Path(arguments[0]).read_text(encoding="utf-8"), arguments[0], "exec")
+        return
+    if arguments[0] == "docs/_generate.py":
+        arguments = [*arguments, "--check"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def dry_make(arguments: list[str], small: Small) -> None:
+    targets = [a for a in arguments if "=" not in a]
+    assert subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, check=False).returncode == 0, targets
+
+
+def check_requirements(arguments: list[str], small: Small) -> None:
+    """`pip install …`: what it names could be installed from here."""
+    from packaging.requirements import Requirement
+
+    assert arguments.pop(0) == "install"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    while arguments:
+        word = arguments.pop(0)
+        if word in ("-r", "-c"):
+            assert (ROOT / arguments.pop(0)).exists()
+        elif word in ("--index-url", "--extra-index-url"):
+            arguments.pop(0)
+        elif word in ("-e", "--editable", "--no-deps", "--upgrade", "-U", "--no-build-isolation", "--quiet", "-q"):
+            continue
+        elif found := re.fullmatch(r"(\.|dist/[\w.*-]+\.whl)(?:\[([\w,-]+)\])?", word):
+            assert set((found[2] or "").split(",")) - {""} <= set(extras), word
+        else:
+            requirement = Requirement(word)
+            assert requirement.name != "posttrain" or requirement.extras <= set(extras), word
+
+
+def select_tests(arguments: list[str], small: Small) -> None:
+    """`pytest PATH -k WORD`: there is a test by that name."""
+    paths = [ROOT / a for a in arguments if a.startswith("tests")]
+    word = arguments[arguments.index("-k") + 1] if "-k" in arguments else ""
+    files = [file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])]
+    assert any(re.search(rf"def test_\w*{word}", file.read_text(encoding="utf-8")) for file in files), arguments
+
+
+def form_only(arguments: list[str], small: Small) -> None:
+    assert arguments, "a command without arguments"
+
+
+PROGRAMS: dict[str, Callable[[list[str], Small], None]] = {
+    "posttrain": run_posttrain,
+    "python": run_python,
+    "python3": run_python,
+    "make": dry_make,
+    "pip": check_requirements,
+    "pytest": select_tests,
+    **dict.fromkeys(("source", "cd", "git", "docker", "podman"), form_only),
+}
+BASH = {"cat", "head", "tail", "ls", "mkdir", "echo", "cp", "wc", "grep"}
+
+
+def test_there_are_commands() -> None:
+    assert len(LINES) > 30
+    assert sum(line.text.startswith("posttrain train") for line in LINES) > 15
+
+
+SHOWN = re.findall(
+    r"(?:^|\$ )posttrain (\w[\w-]*)",
+    "\n".join(b for p in PAGES for b in re.findall(r"^```text\n(.*?)^```", p.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)),
+    flags=re.MULTILINE,
+)
+
+
+def test_transcripts_name_commands_that_exist() -> None:
+    assert set(SHOWN) <= {*COMMANDS, "COMMAND"}, SHOWN
