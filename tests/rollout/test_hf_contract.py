@@ -1,4 +1,4 @@
-"""The embedded engine keeps the contract of engines."""
+"""The embedded engine keeps the contract of engines, on windows and soft caps too: caches recomputed in flight, rows retired."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ class TestHF(EngineContract):
     @pytest.fixture(scope="class")
     def make_engine(self) -> Callable[[EngineSpec], HFEngine]:
         return HFEngine
+
+
+class TestGemma2(TestHF):
+    family = "gemma2"
+
+
+class TestMistral(TestHF):
+    family = "mistral"

@@ -34,10 +34,10 @@ LIMIT = 256
 class Rig:
     """A started engine, the transformers model whose weights it serves, and the loop that both live on."""
 
-    def __init__(self, make_engine: Callable[[EngineSpec], Engine], folder: Path, transport: str) -> None:
+    def __init__(self, make_engine: Callable[[EngineSpec], Engine], folder: Path, transport: str, family: str) -> None:
         from posttrain import plugins
 
-        self.model = write_tiny_model(folder)
+        self.model = write_tiny_model(folder, family=family)
         self.models: dict[int, Any] = {}
         self.runner = asyncio.Runner()
         spec = EngineSpec(str(folder), "float32", LIMIT, 16, STOPS, log_dir=folder)
@@ -108,8 +108,9 @@ def ask(name: str, *, n: int = 1, seed: int = 0, prompt: Sequence[int] = (5, 6, 
 
 
 class EngineContract:
-    """What every engine does. fp32; `tolerance` in nats."""
+    """What every engine does. fp32; `tolerance` in nats; `family` of the model (`posttrain.testing.tiny_model`)."""
 
+    family: ClassVar[str] = "llama"
     transport: ClassVar[str] = "inproc"
     tolerance: ClassVar[float] = 1e-4
 
@@ -119,7 +120,7 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     def rig(self, make_engine: Callable[[EngineSpec], Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-        rig = Rig(make_engine, tmp_path_factory.mktemp("tiny"), self.transport)
+        rig = Rig(make_engine, tmp_path_factory.mktemp("tiny"), self.transport, self.family)
         yield rig
         rig.close()
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from posttrain.policy.attention import plain_attention
+
 VOCABULARY = 40
 WINDOW = 8
 """Tokens that a sliding layer sees: fewer than a prompt and its completion have in the tests."""
@@ -46,12 +48,13 @@ FAMILIES = {
     "qwen2": Family("Qwen2", "Qwen2, Qwen2.5", {"use_sliding_window": False}),
     "qwen3": Family("Qwen3", "Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "mistral": Family("Mistral", "Mistral 7B v0.1", {"sliding_window": WINDOW}),
-    "gemma": Family("Gemma", "Gemma", {"num_key_value_heads": 1}),
+    "gemma": Family("Gemma", "Gemma", {"initializer_range": 0.05}),
     "gemma2": Family("Gemma2", "Gemma 2", {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0,
         **_layers("sliding", "full")}),
     "gemma3": Family("Gemma3Text", "Gemma 3 (text)", {
-        "sliding_window": WINDOW, "query_pre_attn_scalar": 16, **_layers("sliding", "full")}, causal="Gemma3"),
+        "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "initializer_range": 0.08, **_layers("sliding", "full")},
+        causal="Gemma3"),
 }  # fmt: skip
 
 
@@ -80,6 +83,7 @@ def write_tiny_model(
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms and biases
                     parameter.data += 0.2 * torch.randn(parameter.shape)
+    model.set_attn_implementation(plain_attention(model))
     model.save_pretrained(folder)
     return model
 
