@@ -135,7 +135,7 @@ def test_case_ans_7_tags_must_match() -> None:
     assert not well_formed("<think>x</answer><answer>12</answer>")
     for text in ("", "x</think> y", "<think>a <answer></think><answer>b</answer>", "x</think><think>y</think>"):
         assert well_formed(text), text
-    for text in ("<think>a", "</think>a</think>", "<answer>a<answer>", "<answer><think></answer></think>", "<answer>a", "</answer>"):
+    for text in ("<think>a", "</think>a</think>", "<answer>a<answer>", "<answer><think></answer>", "<answer>", "</answer>"):
         assert not well_formed(text), text
     assert visible("a</think>b<think>c") == "b" and visible("a") == "a" and visible("<think>a") == ""
     assert last_answer("<answer>1</answer><answer> 2 </answer>") == "2" and last_answer("1</answer>") is None
@@ -232,7 +232,10 @@ def solve(nums: list[int], target: int) -> str | None:
 
 
 MADE: tuple[dict[str, Any], ...] = (
-    {"seed": 1}, {"seed": 2, "operations": ["+", "-"]}, {"numbers": [2], "largest": 9, "test_size": 4}, {"numbers": [4], "largest": 12}
+    {"seed": 1},
+    {"seed": 2, "operations": ["+", "-"]},
+    {"numbers": [2], "largest": 9, "test_size": 4},
+    {"numbers": [4], "largest": 12},
 )
 
 

@@ -58,6 +58,7 @@ class Countdown(Environment):
         format_weight: float = 0.0  # share of the reward for the format, 0 to 1
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             unknown = [op for op in self.operations if op not in _OPERATIONS]
             if unknown or not self.operations:
                 raise ValueError(f"operations={self.operations!r}: choose from {' '.join(_OPERATIONS)}")
@@ -84,7 +85,7 @@ class Countdown(Environment):
         if self.options.style == "text":
             return text if system is None else f"{system}\n\n{text}"
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        return [*messages, {"role": "user", "content": text}]
+        return [*messages, Message(role="user", content=text)]
 
     def compute_reward(self, state: EpisodeState) -> Reward:
         """Parts: `correct`, and `format`, which is 1 for an expression between answer tags with all tags closed."""
