@@ -151,23 +151,16 @@ def small_training(arguments: list[str], small: Small) -> list[str]:
         return [*arguments, *(["rl.steps=2"] if any(a.startswith("rl.steps=") for a in arguments) else [])]
     if {"--multirun", "-m"} & set(arguments):
         arguments = first_job(arguments)
-    if cannot_run(arguments):
-        return [*arguments, "--cfg", "job"]
     given = [a for a in arguments[1:] if "=" in a]
     file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
-    values = small(load_config(given, config_file=file).config)
+    config = load_config(given, config_file=file).config
+    chosen = next((a.split("=")[1] for a in given if a.startswith("experiment=")), "")
+    own_data = any("data" in a for a in given if a.startswith("environments"))
+    if config.rollout.engine not in ("hf", "none") or (chosen in HUB and not own_data):
+        return [*arguments, "--cfg", "job"]
+    values = small(config)
     taken = {value.split("=")[0] for value in values}
     return [*(a for a in arguments if a.split("=")[0].lstrip("+") not in taken), *values]
-
-
-def cannot_run(arguments: list[str]) -> bool:
-    chosen = next((a.split("=")[1] for a in arguments if a.startswith("experiment=")), "")
-    own_data = any("data" in a for a in arguments if a.startswith("environments"))
-    if chosen in HUB and not own_data:
-        return True
-    file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
-    engine = load_config([a for a in arguments[1:] if "=" in a], config_file=file).config.rollout.engine
-    return engine not in ("hf", "none")
 
 
 def first_job(arguments: list[str]) -> list[str]:
