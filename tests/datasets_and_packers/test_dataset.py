@@ -31,7 +31,7 @@ def config(*environments: str, **data: Any) -> RunConfig:
 def test_build_sampler_reads_the_environment_or_the_user_s_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user_rows.py").write_text(
         "def make(count):\n    return [{'id': f'user{i}'} for i in range(count)]\n"
-        "def lazy():\n    return iter([])\n"
+        "def text():\n    return 'rows'\n"
         "def fails():\n    raise OSError('no such file')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -40,7 +40,7 @@ def test_build_sampler_reads_the_environment_or_the_user_s_factory(tmp_path: Pat
     for path in ("user_rows:make", "user_rows.make", f"{tmp_path}/user_rows.py:make"):
         made = build_sampler(config(factory=path, factory_kwargs={"count": 9}), one).draw(9)
         assert sorted(d.row_id for d in made) == [f"user{i}" for i in range(9)]
-    for name, problem in (("lazy", "returned a list_iterator"), ("fails", "failed"), ("absent", "cannot be imported")):
+    for name, problem in (("text", "gave a str, which is no dataset"), ("fails", "failed"), ("absent", "cannot be imported")):
         with pytest.raises(DataError, match=problem):
             build_sampler(config(factory=f"user_rows:{name}"), one)
     with pytest.raises(ConfigError, match="one environment, and there are 2"):

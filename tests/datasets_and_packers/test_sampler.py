@@ -91,7 +91,7 @@ def test_rows_are_mappings_with_ids():
     "factory, text",
     [
         ("nowhere_at_all:rows", "cannot be imported"),
-        ("builtins:int", "returned a int"),
+        ("builtins:int", "gave an int, which is no dataset"),
         ("json:loads", "failed"),
     ],
 )

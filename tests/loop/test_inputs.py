@@ -3,10 +3,10 @@
 import pytest
 
 from posttrain.config.load import load_config
-from posttrain.data.dataset import Source
+from posttrain.data.dataset import PromptSampler, Source
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import build_environments
-from posttrain.loop.validation import check_held_out, held_out_draws
+from posttrain.loop.validation import held_out_draws, refuse_held_out
 
 ENV = """
 from posttrain.data.environment import Environment
@@ -41,15 +41,26 @@ def test_an_environment_of_several_turns_is_refused_by_name(environments):
 
 def test_rows_that_ask_what_validation_asks_are_refused():
     environments = build_environments(load_config(["experiment=arithmetic_grpo"]).config)
-    draws = held_out_draws(environments, 80)
+    own = Source("arithmetic", environments["arithmetic"].dataset("train"))
+    draws = held_out_draws([own], environments, 80)
     fresh = [{"id": "mine", "problem": "20+20", "answer": "40"}]
-    check_held_out(draws, environments, [Source("arithmetic", fresh)])
-    check_held_out(draws, environments, [Source("arithmetic", environments["arithmetic"].dataset("train"))])
     leaked = [*fresh, {**draws[3].task, "id": "copy"}]
-    with pytest.raises(DataError, match="1 of the rows that train ask what validation asks, first 'copy'") as caught:
-        check_held_out(draws, environments, [Source("arithmetic", leaked)])
+
+    def watch(rows, draws=draws):
+        PromptSampler([Source("arithmetic", rows)], seed=0).watch(refuse_held_out(draws, environments))
+
+    watch(fresh)
+    watch(own.rows)
+    with pytest.raises(DataError, match="row 1 trains and asks what validation asks, the held-out row 3") as caught:
+        watch(leaked)
     assert caught.value.exit_code == 3 and "validation.prompts=0" in caught.value.fix
-    check_held_out(held_out_draws(environments, 0), environments, [Source("arithmetic", leaked)])
+    watch(leaked, held_out_draws([own], environments, 0))
+
+
+def test_the_test_split_of_a_factory_is_what_validation_asks():
+    environments = build_environments(load_config(["experiment=arithmetic_grpo"]).config)
+    source = Source("arithmetic", [{"id": "a", "problem": "1+1"}], test=[{"id": "b", "problem": "2+2"}])
+    assert [draw.row_id for draw in held_out_draws([source], environments, 80)] == ["b"]
 
 
 def test_a_factory_that_brings_held_out_rows_stops_the_run_before_a_model_is_made(tmp_path):
@@ -58,6 +69,6 @@ def test_a_factory_that_brings_held_out_rows_stops_the_run_before_a_model_is_mad
     made = "[{'problem': f'{a}+{b}', 'answer': ''} for a in range(20) for b in range(20)]"
     (tmp_path / "leak.py").write_text(f"def rows():\n    return {made}\n")
     factory = f"rl.data.factory={tmp_path}/leak.py:rows"
-    with pytest.raises(DataError, match="80 of the rows that train ask what validation asks"):
+    with pytest.raises(DataError, match="asks what validation asks"):
         train(load_config(["experiment=arithmetic_grpo", factory, "tracking.display=none"]), run_dir=tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -4,9 +4,9 @@
     draws = sampler.draw(8)                       # the next eight prompts; state_dict() is the position
 
 Every environment is drawn by its weight, and its rows without replacement: a seeded permutation per epoch (file order with
-`rl.data.shuffle=false`). A batch may take the end of one epoch and the start of the next, so no prompt is lost and a dataset
-smaller than a batch still trains; `rl.data.drop_last` skips the short rest of an epoch instead. `rl.data.factory` replaces the
-rows of the (then single) environment.
+`rl.data.shuffle=false`), for a stream one of each block of rows in the first epoch. A batch may take the end of one epoch and
+the start of the next, so no prompt is lost and a dataset smaller than a batch still trains; `rl.data.drop_last` skips the short
+rest of an epoch instead. `rl.data.factory` replaces the rows of the (then single) environment.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from posttrain.data.seeds import derive_seed
-from posttrain.errors import ConfigError, DataError, error
-from posttrain.plugins.resolution import import_target, target_of
+from posttrain.errors import ConfigError, DataError, PosttrainError, error
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
     from posttrain.data.environment import Environment, RowDataset
+    from posttrain.data.row_check import RowCheck
 
 FINGERPRINT_ROWS = 64
 
@@ -35,7 +35,7 @@ FINGERPRINT_ROWS = 64
 class Draw:
     """One taking of a row by the sampler. `index` counts all draws of a run from 0 and names its randomness.
 
-    The same row drawn in the next epoch is another draw.
+    The same row drawn in the next epoch is another draw. `where` is the row's place for messages, such as `my.jsonl:17`.
     """
 
     index: int
@@ -43,6 +43,7 @@ class Draw:
     env: str
     row_id: str
     task: Mapping[str, Any]
+    where: str = field(default="", compare=False)
 
     @property
     def group_id(self) -> str:
@@ -51,11 +52,12 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The rows of one environment and its share of the prompts."""
+    """The rows of one environment that train, and its share of the prompts. `test`: held-out rows that replace its own."""
 
     env: str
     rows: RowDataset
     weight: float = 1.0
+    test: RowDataset | None = None
 
 
 class PromptSampler:
@@ -84,10 +86,27 @@ class PromptSampler:
         self._usable = [len(s.rows) - (len(s.rows) % batch if drop_last else 0) for s in sources]
         self._taken = [0] * len(self.sources)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self._checks: list[RowCheck] = []
         self.index = 0
 
+    def watch(self, refuse: Callable[[Source, int, Any], None] | None = None) -> list[RowCheck]:
+        """Look at the first rows of every source now, at the rest beside the run: a later draw raises what is found there.
+
+        refuse(source, position, row): may raise for what else a row must not be. Raises DataError.
+        """
+        from posttrain.data.row_check import RowCheck
+
+        self._checks = [RowCheck(source, partial(refuse, source) if refuse else None) for source in self.sources]
+        for check in self._checks:
+            check.first()
+        for check in self._checks:
+            check.start()
+        return self._checks
+
     def draw(self, n: int) -> list[Draw]:
-        """The next `n` draws."""
+        """The next `n` draws. Raises DataError for a row that cannot be read, and what `watch` found."""
+        for check in self._checks:
+            check.raise_if_failed()
         return [self._next() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +133,7 @@ class PromptSampler:
         epoch, place = divmod(self._taken[which], size)
         position = int(self._order(which, epoch)[place])
         row = read_row(source, position)
-        made = Draw(self.index, epoch, source.env, row_id(row, position), row)
+        made = Draw(self.index, epoch, source.env, row_id(row, position), row, place_of(source.rows, position))
         self._taken[which] += 1
         self.index += 1
         return made
@@ -134,7 +153,10 @@ class PromptSampler:
         if cached is None or cached[0] != epoch:
             source = self.sources[which]
             generator = np.random.Generator(np.random.Philox(derive_seed(self._seed, "epoch", source.env, epoch)))
-            cached = self._orders[which] = (epoch, generator.permutation(len(source.rows)))
+            size, window = len(source.rows), getattr(source.rows, "window", None)
+            block = window if window and epoch == 0 else size  # a stream is read no further than its rows are needed
+            order = [generator.permutation(min(block, size - begin)) + begin for begin in range(0, size, block)]
+            cached = self._orders[which] = (epoch, np.concatenate(order))
         return cached[1]
 
 
@@ -142,13 +164,21 @@ def read_row(source: Source, position: int) -> Any:
     """The row at a position. Raises DataError naming it when the dataset cannot give it."""
     try:
         return source.rows[position]
+    except PosttrainError:
+        raise
     except Exception as exc:
         raise DataError(
-            f"row {position} of the training dataset of {source.env} cannot be read",
+            f"{place_of(source.rows, position)} of the training dataset of {source.env} cannot be read",
             cause=f"{type(exc).__name__}: {exc}",
             fix="check the files behind the dataset",
             code="unreadable-row",
         ) from exc
+
+
+def place_of(rows: RowDataset, position: int) -> str:
+    """Where a row is written, such as `my.jsonl:17`, when its dataset knows; else its position."""
+    where = getattr(rows, "where", None)
+    return str(where(position)) if where is not None else f"row {position}"
 
 
 def row_id(row: Any, position: int) -> str:
@@ -161,9 +191,9 @@ def row_id(row: Any, position: int) -> str:
 
 
 def fingerprint(rows: RowDataset) -> str:
-    """Twelve hex digits from the number of rows and up to 64 rows spread evenly over them."""
+    """Twelve hex digits from the number of rows and up to 64 rows spread evenly over them; of a stream the first 64."""
     size = len(rows)
-    step = max(size - 1, 1) / (FINGERPRINT_ROWS - 1)
+    step = max(size - 1, 1) / (FINGERPRINT_ROWS - 1) if getattr(rows, "window", None) is None else 1
     positions = range(size) if size <= FINGERPRINT_ROWS else [round(i * step) for i in range(FINGERPRINT_ROWS)]
     digest = hashlib.sha256(str(size).encode())
     for position in positions:
@@ -176,20 +206,20 @@ def build_sampler(config: RunConfig, environments: Mapping[str, Environment]) ->
     from posttrain.placement.grid import resolve_grid
 
     data, grid = config.rl.data, resolve_grid(config.grid)
-    weights = [entry.weight for entry in config.environments]
-    sources = [
-        Source(name, env.dataset("train"), weight) for (name, env), weight in zip(environments.items(), weights, strict=True)
-    ]
-    if data.factory is not None:
-        if len(sources) != 1:
-            raise ConfigError(
-                f"rl.data.factory gives the rows of one environment, and there are {len(sources)}",
-                fix="keep one entry in environments, or let each environment bring its rows",
-                where="rl.data.factory",
-            )
-        sources = [Source(sources[0].env, rows_of(data.factory, data.factory_kwargs), 1.0)]
+    if data.factory is None:
+        weights = [entry.weight for entry in config.environments]
+        named = zip(environments.items(), weights, strict=True)
+        sources = [Source(name, env.dataset("train"), weight) for (name, env), weight in named]
+    elif len(environments) == 1:
+        splits = rows_of(data.factory, data.factory_kwargs)
+        sources = [Source(next(iter(environments)), splits["train"], test=splits.get("test"))]
+    else:
+        raise ConfigError(
+            f"rl.data.factory gives the rows of one environment, and there are {len(environments)}",
+            fix="keep one entry in environments, or let each environment bring its rows",
+            where="rl.data.factory",
+        )
     batch = config.rl.batch_per_replica // config.rl.group_size
-    _refuse_repeated_ids(sources)
     sampler = PromptSampler(sources, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last, batch=batch)
     check_size(sources, world=max(grid.rollout[0], grid.dp_world))
     return sampler
@@ -202,45 +232,26 @@ def check_size(sources: Sequence[Source], world: int) -> None:
         raise error("E6", items=items, world=world)
 
 
-def rows_of(factory: str, kwargs: Mapping[str, Any]) -> RowDataset:
-    """Call `rl.data.factory`. Raises DataError when it cannot be imported, refuses its arguments, or returns no dataset."""
+def rows_of(factory: str, kwargs: Mapping[str, Any]) -> dict[str, RowDataset]:
+    """Call `rl.data.factory`: the rows of "train", and those of "test" when it brings them. Raises DataError.
+
+    It may return what `DataOptions.data` may be as an object: a list, a dataset, a generator, or one of these for each split.
+    """
+    from posttrain.data.objects import call, tables_of
+    from posttrain.data.source import as_view
+    from posttrain.data.view import View
+
     where = "rl.data.factory"
-    try:
-        made: Callable[..., Any] = import_target(target_of(factory))
-    except (ImportError, AttributeError, OSError) as exc:
+    made = call(factory, kwargs, where)
+    if isinstance(made, Mapping) and made and all(isinstance(rows, View) for rows in made.values()):
+        splits: dict[str, Any] = dict(made)
+    else:
+        splits = {name: as_view(table) for name, table in tables_of(made, where).items()}
+    if "train" not in splits:
         raise DataError(
-            f"rl.data.factory={factory!r} cannot be imported",
-            cause=f"{type(exc).__name__}: {exc}",
-            fix="install the package that holds it, or correct the path (form: package.module:function)",
-            where=where,
-        ) from exc
-    try:
-        rows = made(**kwargs)
-    except Exception as exc:
-        raise DataError(
-            f"rl.data.factory={factory!r} failed",
-            cause=f"{type(exc).__name__}: {exc}",
-            fix="check rl.data.factory_kwargs and the data they name",
-            where=where,
-        ) from exc
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise DataError(
-            f"rl.data.factory={factory!r} returned a {type(rows).__name__}",
-            cause="a dataset has a length and rows by index",
-            fix="return a list of dicts or a datasets.Dataset",
-            where=where,
+            f"{where}={factory!r} gives no split 'train'", cause=f"its splits: {', '.join(splits)}",
+            fix='return {"train": rows, "test": rows}, or the rows that train', where=where,
         )
-    return rows  # type: ignore[no-any-return]
-
-
-def _refuse_repeated_ids(sources: Sequence[Source], limit: int = 10_000) -> None:
-    """Repeated ids would pool different prompts into one name in the ledger and the rollout files."""
-    for source in sources:
-        ids = sorted((row_id(read_row(source, i), i), i) for i in range(min(len(source.rows), limit)))
-        for (a, i), (b, j) in pairwise(ids):
-            if a == b:
-                raise DataError(
-                    f"rows {min(i, j)} and {max(i, j)} of {source.env} have the same id {a!r}",
-                    fix="give every row its own id, or leave ids out",
-                    code="repeated-id",
-                )
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits["validation"]
+    return splits

@@ -61,7 +61,7 @@ def call(ref: Any, kwargs: Mapping[str, Any], where: str) -> Any:
     except Exception as exc:
         raise DataError(
             f"{where}={name!r} failed", cause=f"{type(exc).__name__}: {exc}",
-            fix=f"check {'its arguments' if '.' not in where else where + '_kwargs'} and the data they name", where=where,
+            fix=f"check {where}_kwargs and the data they name" if kwargs else "correct the function", where=where,
         ) from exc
 
 
@@ -78,4 +78,5 @@ def _by_split(made: Mapping[Any, Any], source: str) -> dict[str, Table | Stream]
 def _no_dataset(made: Any, source: str) -> DataError:
     kind = type(made).__name__
     return DataError(f"{source} gave {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}, which is no dataset",
-                     cause="a dataset has rows, each a dict", fix=f"return {WANTED}", code="no-dataset")
+                     cause="a dataset has rows, each a dict", fix=f"return {WANTED}", where=source if "." in source else "",
+                     code="no-dataset")

@@ -166,6 +166,15 @@ def _streamed(
     return {"train": View(spool, shape, np.arange(first, first + take), window=WINDOW), "test": held}
 
 
+def as_view(table: Table | Stream) -> View:
+    """All rows of a table as they are, with ids; of a stream too, which is read to its end."""
+    from posttrain.data.tables import Stream
+    from posttrain.data.view import Shape, View, kept
+
+    whole = _drained(table, LARGEST_STREAM) if isinstance(table, Stream) else table
+    return View(whole, Shape(), kept(whole, Shape()))
+
+
 def _drained(stream: Stream, limit: int, *, part: bool = False) -> Table:
     """A table of all rows of a stream; of the first `limit` when `part`."""
     from posttrain.data.tables import Spool

@@ -16,13 +16,14 @@ from posttrain.loop.model_folder import model_folder
 from posttrain.loop.pairs import Pairs, check_pairs
 from posttrain.loop.parts import Parts
 from posttrain.loop.rollouts import Rollouts
-from posttrain.loop.validation import check_held_out, held_out_draws
+from posttrain.loop.validation import held_out_draws, refuse_held_out
 from posttrain.tracking.run_dir import output_root
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from posttrain.config.schema import RunConfig
+    from posttrain.data.dataset import Draw, Source
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
     from posttrain.objective.objective import Objective
@@ -50,10 +51,12 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     environments = build_environments(config)
     sampler = build_sampler(config, environments)
     offline = config.rollout.engine == NO_ENGINE
-    if config.rl.data.factory is not None:
-        check_held_out(held_out_draws(environments, config.validation.prompts), environments, sampler.sources)
-    elif offline:
-        held_out = held_out_draws(environments, config.validation.prompts)
+    held_out = held_out_draws(sampler.sources, environments, config.validation.prompts)
+    sampler.watch(None if offline else refuse_held_out(held_out, environments))
+    for source in sampler.sources:
+        for note in getattr(source.rows, "notes", ()):
+            tracker.note(f"{source.env}: {note}")
+    if offline:
         for note in check_pairs(sampler.sources, held_out, cast("Any", environments)):
             tracker.note(note)
     path = model_folder(config.model, output_root(run_dir.path.parent), tracker.note)
@@ -66,7 +69,7 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
     if engine is None:
         sampling: dict[str, Any] = {"rollouts": Pairs(packer, cast("Any", environments), config.rollout.max_model_len)}
     else:
-        sampling = sampling_parts(config, run_dir, engine, policy, packer, environments)
+        sampling = sampling_parts(config, run_dir, engine, policy, packer, environments, sampler.sources, held_out)
     return Parts(
         config=config,
         run_dir=run_dir,
@@ -83,7 +86,8 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
 
 
 def sampling_parts(
-    config: RunConfig, run_dir: RunDir, engine: Engine, policy: Policy, packer: DataPacker, environments: dict[str, Environment]
+    config: RunConfig, run_dir: RunDir, engine: Engine, policy: Policy, packer: DataPacker,
+    environments: dict[str, Environment], sources: Sequence[Source], held_out: Sequence[Draw],
 ) -> dict[str, Any]:
     """The parts around an engine: how weights reach it, who scores, who drives it."""
     from posttrain.rollout.scoring import Scorer
@@ -97,7 +101,7 @@ def sampling_parts(
         lambda: policy.named_weights(config.rl.master_dtype),
         canary=Canary(
             lambda probe: policy.score(probe, config.rollout.dtype),
-            probe_prompts(packer, environments),
+            probe_prompts(packer, environments, sources, held_out),
             config.weights,
             dtype=config.rollout.dtype,
         ),
@@ -166,17 +170,22 @@ def build_packer(config: RunConfig, path: str) -> DataPacker:
     return load_packer(config.rl.data.packer).setup(path, chat_template=template, trust_remote_code=remote)
 
 
-def probe_prompts(packer: DataPacker, environments: Mapping[str, Environment]) -> list[list[int]]:
-    """What the canary scores: the first held-out prompts, cut short. On random ids a half-precision kernel is only noise."""
+def probe_prompts(
+    packer: DataPacker, environments: Mapping[str, Environment], sources: Sequence[Source], held_out: Sequence[Draw]
+) -> list[list[int]]:
+    """What the canary scores: the first held-out prompts, cut short; where none are held out, the first that train.
+
+    Random ids will not do: on them a half-precision kernel is only noise.
+    """
     from posttrain.data.packer import engine_input
 
     prompts = []
-    for env in environments.values():
-        rows = env.dataset("test")
+    for source in sources:
+        rows = [draw.task for draw in held_out if draw.env == source.env] or source.rows
         for position in range(min(4, len(rows))):
-            ids = engine_input(packer, env.format_prompt(rows[position]))["prompt_ids"]
+            ids = engine_input(packer, environments[source.env].format_prompt(rows[position]))["prompt_ids"]
             prompts.append(list(ids[:PROBE_TOKENS]))
-    return [ids for ids in prompts if len(ids) > 1]
+    return [ids if len(ids) > 1 else ids * 2 for ids in prompts]  # a log-prob needs a token before it
 
 
 def build_engine(config: RunConfig, path: str, run_dir: RunDir) -> Engine:

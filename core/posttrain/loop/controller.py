@@ -52,7 +52,7 @@ class Controller:
         self._prompts: asyncio.Queue[Cohort] = asyncio.Queue(1)
         self._rollouts: asyncio.Queue[Cohort] = asyncio.Queue(1)
         self._batches: asyncio.Queue[Batch] = asyncio.Queue(1)
-        self._draws = validation.held_out_draws(parts.environments, self.config.validation.prompts)
+        self._draws = validation.held_out_draws(parts.sampler.sources, parts.environments, self.config.validation.prompts)
 
     async def run(self) -> LoopState:
         """Run to the last step. The first exception of any loop ends all of them and is raised as it is."""

@@ -125,7 +125,7 @@ def ask(env: Environment, draw: Draw) -> Prompt:
         return env.format_prompt(draw.task)
     except Exception as exc:
         raise DataError(
-            f"environment {draw.env!r} cannot ask about row {draw.row_id!r}",
+            f"environment {draw.env!r} cannot ask about row {draw.row_id!r}" + (f" ({draw.where})" if draw.where else ""),
             cause=f"format_prompt raised {type(exc).__name__}: {exc}",
             fix="give the row what format_prompt reads, or correct format_prompt",
             code="unaskable-row",

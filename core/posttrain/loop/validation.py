@@ -7,51 +7,60 @@ of the mean, never taken as 0.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.dataset import Draw, Source, read_row, row_id
+from posttrain.data.dataset import Draw, Source, place_of, row_id
 from posttrain.errors import DataError
 from posttrain.loop.rollouts import ask
 from posttrain.types import Sampling
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
+    from posttrain.data.environment import RowDataset
     from posttrain.loop.rollouts import Rollouts
     from posttrain.types import Group
 
 SPLIT = "test"
-COMPARED_ROWS = 10_000
 
 
-def held_out_draws(environments: Mapping[str, Any], prompts: int) -> list[Draw]:
+def held_out_rows(source: Source, environments: Mapping[str, Any]) -> RowDataset:
+    """The test split of an environment, or the one that came with the rows of `rl.data.factory`."""
+    return environments[source.env].dataset(SPLIT) if source.test is None else source.test  # type: ignore[no-any-return]
+
+
+def held_out_draws(sources: Sequence[Source], environments: Mapping[str, Any], prompts: int) -> list[Draw]:
     """The first `prompts` rows of the test splits, shared evenly over the environments; fewer when there are fewer."""
     draws: list[Draw] = []
-    names = list(environments)
-    for number, name in enumerate(names):
-        share = prompts // len(names) + (number < prompts % len(names))
-        rows = environments[name].dataset(SPLIT)
+    for number, source in enumerate(sources):
+        share = prompts // len(sources) + (number < prompts % len(sources))
+        rows = held_out_rows(source, environments) if share else []
         for position in range(min(share, len(rows))):
             row = rows[position]
-            draws.append(Draw(len(draws), 0, name, row_id(row, position), row))
+            draws.append(Draw(len(draws), 0, source.env, row_id(row, position), row, place_of(rows, position)))
     return draws
 
 
-def check_held_out(draws: Sequence[Draw], environments: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Raise DataError when one of the first 10,000 rows of a source asks the same as a held-out draw of its environment."""
-    asked = {(draw.env, repr(ask(environments[draw.env], draw))) for draw in draws}
-    for source in sources if asked else ():
-        size = min(len(source.rows), COMPARED_ROWS)
-        rows = (Draw(i, 0, source.env, row_id(row, i), row) for i in range(size) for row in [read_row(source, i)])
-        shared = [draw.row_id for draw in rows if (draw.env, repr(ask(environments[draw.env], draw))) in asked]
-        if shared:
+def refuse_held_out(draws: Sequence[Draw], environments: Mapping[str, Any]) -> Callable[[Source, int, Any], None]:
+    """What `PromptSampler.watch` takes: raises DataError for a row of a source that asks the same as a held-out draw.
+
+    Also for a row that its environment cannot ask about.
+    """
+    asked = {(draw.env, repr(ask(environments[draw.env], draw))): draw for draw in draws}
+
+    def refuse(source: Source, position: int, row: Any) -> None:
+        draw = Draw(position, 0, source.env, row_id(row, position), row, place_of(source.rows, position))
+        held = asked.get((draw.env, repr(ask(environments[draw.env], draw))))
+        if held is not None:
             raise DataError(
-                f"{len(shared)} of the rows that train ask what validation asks, first {shared[0]!r}",
-                cause=f"validation asks the test split of {source.env}, and a score on prompts that train says nothing of others",
-                fix="leave these rows out, or set validation.prompts=0",
-                where="rl.data.factory",
+                f"{draw.where} trains and asks what validation asks, the held-out {held.where}",
+                cause="a score on prompts that train says nothing of others",
+                fix="leave one of the two out (options.filter, another options.test_data), or set validation.prompts=0",
+                where="rl.data.factory" if source.test is not None else "",
                 code="not-held-out",
             )
+
+    return refuse
 
 
 def sampling(config: RunConfig) -> Sampling:

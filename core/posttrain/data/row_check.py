@@ -1,0 +1,88 @@
+"""Every row of a source is looked at once: the first before the run starts, the rest in a thread beside it.
+
+    check = RowCheck(source)
+    check.first()               # raises for what is wrong with the first 10,000 rows
+    check.start()               # the others, at a pace that leaves the run its processor
+    check.raise_if_failed()     # at each draw: what was found meanwhile
+
+So a broken line 700,000 ends a run in its first minutes and not in hour ten, and starting does not wait for it. Rows made on
+demand (`Rows`) and rows of a stream are only looked at first: the ones are without end, the others not there yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.dataset import Source, place_of, read_row, row_id
+from posttrain.data.environment import Rows
+from posttrain.errors import DataError, PosttrainError
+
+FIRST_ROWS = 10_000
+SLICE_ROWS, PAUSE_S = 100, 0.002
+
+
+class RowCheck:
+    """Rows can be read, are mappings, and no two share an id; `refuse(position, row)` may raise for what else must not be."""
+
+    def __init__(self, source: Source, refuse: Callable[[int, Any], None] | None = None) -> None:
+        self.source, self._refuse = source, refuse
+        self.failure: PosttrainError | None = None
+        window = getattr(source.rows, "window", None)
+        self._first = min(len(source.rows), FIRST_ROWS, window or FIRST_ROWS)
+        self._all = self._first if window or isinstance(source.rows, Rows) else len(source.rows)
+        self._ids = np.zeros(self._all, dtype=np.int64)
+        self._thread: threading.Thread | None = None
+
+    def first(self) -> None:
+        """Look at the first rows. Raises PosttrainError."""
+        self._look(0, self._first)
+        self._compare(self._first)
+
+    def start(self) -> None:
+        """Look at the rest in a thread, if there is a rest."""
+        if self._first < self._all and self._thread is None:
+            self._thread = threading.Thread(target=self._look_at_rest, name=f"rows of {self.source.env}", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until all rows are looked at. Raises what was found."""
+        if self._thread is not None:
+            self._thread.join()
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _look_at_rest(self) -> None:
+        try:
+            for begin in range(self._first, self._all, SLICE_ROWS):
+                self._look(begin, min(begin + SLICE_ROWS, self._all))
+                time.sleep(PAUSE_S)
+            self._compare(self._all)
+        except PosttrainError as exc:
+            self.failure = exc
+
+    def _look(self, begin: int, end: int) -> None:
+        for position in range(begin, end):
+            row = read_row(self.source, position)
+            self._ids[position] = hash(row_id(row, position))
+            if self._refuse is not None:
+                self._refuse(position, row)
+
+    def _compare(self, count: int) -> None:
+        """Raise DataError for an id that is there twice: it would pool two prompts in the ledger and the rollout files."""
+        order = np.argsort(self._ids[:count], kind="stable")
+        for a, b in zip(order[:-1][same := np.diff(self._ids[order]) == 0], order[1:][same], strict=True):
+            names = [row_id(read_row(self.source, int(i)), int(i)) for i in (a, b)]
+            if names[0] == names[1]:
+                raise DataError(
+                    f"two rows of {self.source.env} have the same id {names[0]!r}: "
+                    f"{place_of(self.source.rows, int(a))} and {place_of(self.source.rows, int(b))}",
+                    fix="give every row its own id, or leave ids out: a row is then named by its line", code="repeated-id",
+                )
