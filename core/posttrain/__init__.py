@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from posttrain.data.environment import EpisodeState as EpisodeState
     from posttrain.data.packer import DataPacker as DataPacker
     from posttrain.data.packer import init_data_packer as init_data_packer
-    from posttrain.loop.run import RunResult as RunResult
-    from posttrain.loop.run import train as train
+    from posttrain.loop.api import train as train
+    from posttrain.loop.result import RunResult as RunResult
     from posttrain.objective.algorithm import Algorithm as Algorithm
     from posttrain.objective.objective import Objective as Objective
     from posttrain.objective.objective import build_objective as build_objective
@@ -43,7 +43,8 @@ _HOMES = {
     "posttrain.config.schema": ("RunConfig",),
     "posttrain.data.environment": ("Environment", "EpisodeState"),
     "posttrain.data.packer": ("DataPacker", "init_data_packer"),
-    "posttrain.loop.run": ("RunResult", "train"),
+    "posttrain.loop.api": ("train",),
+    "posttrain.loop.result": ("RunResult",),
     "posttrain.objective.algorithm": ("Algorithm",),
     "posttrain.objective.objective": ("Objective", "build_objective"),
     "posttrain.plugins.build": ("load",),

@@ -23,10 +23,9 @@ from posttrain_envs.arithmetic import Arithmetic
 
 CHARACTERS = "0123456789+-*/=?.,:;!()<>|' \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PAD, EOS = "<pad>", "<eos>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+CHAT_TEMPLATE = (  # a message alone is its bare text, which is how the model was asked in its warm-up
+    "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ '<eos>' }}"
+    "{% elif not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 SLIPS = (0, 1)
 SLIP_SHARES = (0.3, 0.7)

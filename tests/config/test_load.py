@@ -98,9 +98,17 @@ the configuration cannot work: 12 problems
 
 def test_missing_values_are_named_with_what_to_type() -> None:
     text = refused("environments=[{name: toy}]")
-    for key in ("model.name_or_path=", "rl.steps=N", "rl.objective.name="):
+    for key in ("model.name_or_path=", "rl.steps=N"):
         assert f"give it: {key}" in text
-    assert text.startswith("the configuration cannot work: 3 problems")
+    assert text.startswith("the configuration cannot work: 2 problems")
+
+
+def test_the_objective_is_grpo_unless_another_is_named() -> None:
+    given = ["environments=[{name: toy}]", "model.name_or_path=m", "rl.steps=1"]
+    loaded = load_config(given)
+    assert loaded.config.rl.objective.name == "grpo" and "rl.objective.name" not in loaded.origins
+    assert load_config([*given, "rl.objective.clip_low=0.1"]).config.rl.objective.options["clip_low"] == 0.1
+    assert load_config([*given, "rl.objective.name=dpo"]).config.rl.objective.name == "dpo"
 
 
 def test_no_environment_shows_how_to_give_one() -> None:

@@ -96,7 +96,7 @@ def test_rewards_keep_parts_and_numbers_of_any_kind() -> None:
     assert kept == Reward(1.0, {"format": 0.5}, {"answer": "42"}) and type(kept.parts["format"]) is float
     assert as_reward(Reward(1.0, {"x": "y"})).info["cause"] == "wrong_type"
     lost = as_reward(Reward(math.nan, {}, {"seen": 1}))
-    assert lost.info == {"seen": 1, "cause": "not_finite", "error": "compute_reward returned nan"}
+    assert lost.info == {"seen": 1, "cause": "not_finite", "error": "the reward is nan"}
     assert as_reward(Reward(None, {}, {"cause": "sandbox"})).info["cause"] == "sandbox"
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.call import keyword
 from posttrain.config.compose import Composed, compose
-from posttrain.config.flat_keys import renamed
+from posttrain.config.flat_keys import renamed, renamed_entry
+from posttrain.config.layers import ABSENT, leaves
 from posttrain.config.plugin_options import PluginCheck
 from posttrain.config.report import refuse
 from posttrain.config.rules import check_rules
-from posttrain.config.schema import RunConfig
+from posttrain.config.schema import Plugin, RunConfig
 from posttrain.config.secrets import HIDDEN, conceal, conceal_text, guard
-from posttrain.config.walker import Problem, Walker, paths_of, show, to_tree
+from posttrain.config.walker import Problem, Walker, fields_of, paths_of, show, to_tree
 from posttrain.plugins.doctor import quarantined
+from posttrain.plugins.resolution import resolve
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,20 @@ class LoadedConfig:
 
 
 def load_config(
-    overrides: Sequence[str] = (), *, experiment: str | None = None, config_file: str | Path | None = None
+    overrides: Sequence[str] = (),
+    *,
+    experiment: str | None = None,
+    config_file: str | Path | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
     """Compose and check a config. Loads Hydra's compose, the selected algorithm and environments, nothing of torch itself.
 
-    overrides: `["experiment=arithmetic_grpo", "rl.steps=3"]`. Order: defaults < experiment < config_file < overrides.
+    overrides: `["experiment=arithmetic_grpo", "rl.steps=3"]`. values: the same from Python, by dotted path
+    (`call.call_values`). Order: defaults < experiment < config_file < values < overrides.
     Raises ConfigError with every problem and the origin of each value; when there is one problem only and it has an error of
     its own (E1 to E4, a plug-in's), that error.
     """
-    composed = compose(overrides, experiment=experiment, config_file=config_file)
+    composed = compose(overrides, experiment=experiment, config_file=config_file, values=values)
     walker = Walker(paths_of(RunConfig), hint=_flat_hint)
     walker.problems += [*_reserved(composed), *_hidden(composed.tree)]
     config = walker.build(RunConfig, guard(composed.tree))
@@ -61,13 +69,17 @@ def load_config(
     early = list(walker.problems)
     rules = check_rules(config, early)
     config = PluginCheck(composed.layers, walker, notes).run(config)
-    problems = [*walker.problems, *rules]
+    problems = [_decoded(problem, composed) for problem in (*walker.problems, *rules)]
     if problems:
+        if values is not None:
+            problems = [_in_a_call(problem) for problem in problems]
         raise refuse(problems, origin=composed.layers.origin)
     notes += [f"quarantined {finding}; fix: {finding.fix}" for finding in quarantined()]
     tree = conceal(to_tree(config))
-    origins = {path: origin for path in _leaves(tree) if (origin := composed.layers.origin(path)) != "default"}
-    return LoadedConfig(config, tree, origins, notes, tuple(map(conceal_text, overrides)), composed.experiment)
+    origins = {path: origin for path, _ in leaves(tree) if (origin := composed.layers.origin(path)) != "default"}
+    origins |= _chosen(config.rl.objective, composed)
+    typed = [*(f"{path}={show(value)}" for path, value in (values or {}).items()), *overrides]
+    return LoadedConfig(config, tree, origins, notes, tuple(map(conceal_text, typed)), composed.experiment)
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -77,8 +89,37 @@ def resolved_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(conceal(to_tree(config)), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _flat_hint(key: str, value: Any) -> str:
-    return renamed(key, show(value).strip("'") if isinstance(value, (str, int, float, bool)) else "")
+def _in_a_call(problem: Problem) -> Problem:
+    missing = problem.what == "missing value"
+    return replace(problem, fix=f"give it: {keyword(problem.path, problem.fix)}") if missing else problem
+
+
+def _flat_hint(path: str, value: Any) -> str:
+    if "." in path:
+        return renamed_entry(path)
+    return renamed(path, show(value).strip("'") if isinstance(value, (str, int, float, bool)) else "")
+
+
+def _decoded(problem: Problem, composed: Composed) -> Problem:
+    """A problem of a value out of an environment variable, with the fix for what is text there."""
+    raw = composed.layers[problem.path].get(problem.path) if problem.path else None
+    if not (isinstance(raw, str) and raw.startswith("${oc.env:") and problem.what.startswith("must be ")):
+        return problem
+    return Problem(problem.path, problem.what, f"an environment variable is text; write ${{oc.decode:{raw}}}")
+
+
+def _chosen(objective: Plugin, composed: Composed) -> dict[str, str]:
+    """The options of the objective that were left to it, and that it chose by what the run is: their origin is `auto`."""
+    defaults = {field.name: field.default for field in fields_of(resolve("algorithms", objective.name).Options)}
+    found = {}
+    for name, value in objective.options.items():
+        path = f"rl.objective.{name}"
+        given = composed.layers[path].get(path)
+        if given is ABSENT and value != defaults.get(name):
+            found[path] = "auto"
+        elif given is not ABSENT and given in ("auto", None) and value != given:
+            found[path] = f"{composed.layers.origin(path)}, auto"
+    return found
 
 
 def _reserved(composed: Composed) -> list[Problem]:
@@ -100,11 +141,3 @@ def _hidden(tree: Any, path: str = "") -> list[Problem]:
     if tree == HIDDEN:
         return [Problem(path, "was hidden when the config was saved", "give it through the environment: ${oc.env:NAME}")]
     return []
-
-
-def _leaves(tree: Any, path: str = "") -> list[str]:
-    if isinstance(tree, Mapping) and tree:
-        return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{path}.{key}" if path else str(key))]
-    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
-        return [leaf for i, value in enumerate(tree) for leaf in _leaves(value, f"{path}[{i}]")]
-    return [path]

@@ -66,7 +66,7 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
     steps: int = MISSING  # batch steps to train
-    objective: Plugin = field(default_factory=Plugin)  # algorithm and its options, flat: {name: grpo, clip_low: 0.2}
+    objective: Plugin = field(default_factory=lambda: Plugin(name="grpo"))  # algorithm, options: {name: grpo, clip_low: 0.2}
     group_size: int = 8  # completions per prompt
     batch_per_replica: int = 64  # completions of one batch step, over all rollout replicas; whole groups for each
     mini_batch_per_replica: int | None = None  # completions per optimizer step; null: one step per batch

@@ -112,6 +112,18 @@ def episode(env: Environment, task: Mapping[str, Any], completion: str, *, seed:
     return EpisodeState(task, prompt, messages, completion, seed=seed)
 
 
+class ChatOrText(list[Message]):
+    """Chat messages that may be asked as plain text: through the chat template of a model that has one, else as `text`.
+
+    For a question that any model can be asked, an instruct model and a base model alike.
+    """
+
+    @property
+    def text(self) -> str:
+        """The contents, one after the other, with an empty line between."""
+        return "\n\n".join(str(message["content"]) for message in self)
+
+
 def as_messages(prompt: Prompt) -> list[Message]:
     """The conversation that a prompt opens: its own messages, a text as the user's, none for ids."""
     if isinstance(prompt, str):

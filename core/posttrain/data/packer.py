@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.data.environment import Prompt
+from posttrain.data.environment import ChatOrText, Prompt
 from posttrain.data.hub import eos_token_ids as eos_token_ids
 from posttrain.data.hub import model_config
 from posttrain.data.special_tokens import SpecialTokens
@@ -64,6 +64,11 @@ class DataPacker(ABC):
         self.special_tokens = SpecialTokens.probe(tokenizer, eos_token_ids(name_or_path))
         return self
 
+    @property
+    def chats(self) -> bool:
+        """Whether messages can be asked: the tokenizer has a chat template. A packer that renders by itself says True."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
     @abstractmethod
     def get_rollout_input(self, prompt: Prompt) -> dict[str, Any]:
         """What the engine gets for a prompt: `{"prompt_ids": list[int], …}`."""
@@ -100,11 +105,6 @@ class DataPacker(ABC):
             fix="implement it, or use a single-turn environment",
         )
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Chat messages as text through the chat template. Raises PackerError when there is none."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise PackerError(
-                f"the tokenizer of {self.name_or_path!r} has no chat template, and the prompt is a list of messages",
     def get_preference_input(self, pair: Pair, *, max_len: int, truncate: Truncate) -> PairIds:
         """A preference pair as ids, one prompt and two completions, of at most `max_len` tokens per row (`preference.fit`).
 
@@ -117,6 +117,11 @@ class DataPacker(ABC):
             where="rl.data.packer",
         )
 
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Chat messages as text through the chat template. Raises PackerError when there is none."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise PackerError(
+                f"the tokenizer of {self.name_or_path!r} has no chat template, and the prompt is a list of messages",
                 cause="model.chat_template is not set and the model folder brings none",
                 fix=f"{_TEMPLATE_FIX}; or let the environment's format_prompt return a string",
                 where="model.chat_template",
@@ -206,6 +211,8 @@ def engine_input(packer: DataPacker, prompt: Prompt) -> dict[str, Any]:
 
     Raises E13, also for text whose tokens the tokenizer would add to, and PackerError for what else is not ids.
     """
+    if isinstance(prompt, ChatOrText) and not packer.chats:
+        prompt = prompt.text
     item = dict(packer.get_rollout_input(prompt))
     ids = item.get("prompt_ids")
     if isinstance(ids, str):

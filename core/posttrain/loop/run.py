@@ -6,33 +6,21 @@ result.summary.held_out_after
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.errors import DataError
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller, LoopState
+from posttrain.loop.result import RunResult as RunResult
 from posttrain.loop.resume import check_changes
-from posttrain.tracking.run_dir import RunDir
+from posttrain.rollout.event_loop import run_to_end
+from posttrain.tracking.run_dir import RunDir, saved_config
 from posttrain.tracking.tracker import Tracker, cut_after
 
 if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig
     from posttrain.loop.parts import Parts
-    from posttrain.tracking.summary import Summary
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run came to. `steps_done` counts the batch steps of this call; a resume with nothing left does 0."""
-
-    run: Path
-    steps_done: int
-    summary: Summary
 
 
 def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
@@ -56,7 +44,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
     with directory:
         if found is not None:
             _cut(directory, found.step)
-        directory.write_config(loaded.tree, loaded.overrides)
+        directory.write_config(loaded.tree, loaded.overrides, loaded.origins)
         directory.write_provenance(tags=config.tracking.tags, threads=threads)
         with Tracker(directory, config.tracking, config.rl.steps) as tracker:
             for line in [*loaded.notes, *notes]:
@@ -65,7 +53,8 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
             if found is None or found.step < config.rl.steps:
                 tracker.note(f"run: {directory.path}")
                 parts = build(config, directory, tracker)
-                done = asyncio.run(_run(parts, found))
+                directory.write_fingerprints(parts.fingerprints)
+                done = run_to_end(_run(parts, found))
             outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
             return RunResult(directory.path, done, tracker.finish(outcome))
 
@@ -81,19 +70,6 @@ async def _run(parts: Parts, found: checkpoint.Checkpoint | None) -> int:
         return ended.step - (found.step if found else 0)
     finally:
         await parts.close()
-
-
-def saved_config(run: Path) -> Mapping[str, Any]:
-    """The resolved config that a run was started with. Raises DataError when it cannot be read."""
-    import yaml
-
-    try:
-        tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as exc:
-        raise DataError(f"{run}/config.yaml cannot be read", cause=str(exc), fix="resume needs the run's own config") from exc
-    if not isinstance(tree, dict):
-        raise DataError(f"{run}/config.yaml is not a config", fix="resume needs the run's own config")
-    return tree
 
 
 def set_threads(threads: int) -> int:

@@ -14,11 +14,15 @@ T = TypeVar("T")
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, or what it raises. Ctrl-C cancels it, waits until it has closed everything, and is raised again."""
+    return _in_thread(work) if _inside_a_loop() else asyncio.run(work)
+
+
+def _inside_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    return _in_thread(work)
+        return False
+    return True
 
 
 def _in_thread(work: Coroutine[Any, Any, T]) -> T:

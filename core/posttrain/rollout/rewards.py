@@ -23,14 +23,14 @@ def as_reward(value: Any) -> Reward:
     else:
         total, base = value, Reward(None)
     if total is None:
-        return unscorable("none", "compute_reward returned None", base)
+        return unscorable("none", "the reward is None", base)
     if not isinstance(total, numbers.Real):
         if getattr(total, "shape", None) != ():
-            return unscorable("wrong_type", f"compute_reward returned {_short(total)}, not one number or a Reward", base)
+            return unscorable("wrong_type", f"the reward is {_short(total)}, not one number or a Reward", base)
         total = total.item()
     number = float(total)
     if not math.isfinite(number):
-        return unscorable("not_finite", f"compute_reward returned {number}", base)
+        return unscorable("not_finite", f"the reward is {number}", base)
     try:
         parts = {str(name): float(part) for name, part in base.parts.items()}
     except (AttributeError, TypeError, ValueError) as exc:
