@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.records import BOM, Csv, JsonLines, Tsv, decode, parse_line, read_csv, read_lines, refuse_other_encodings
+from posttrain.data.records import BOM, Csv, JsonLines, Tsv, decode, read_csv, read_lines, refuse_other_encodings
 from posttrain.data.tables import Joined, Listed, Stream, StreamRow, Table
 from posttrain.errors import DataError
 
@@ -31,6 +31,8 @@ SPLIT_WORDS = {
 _REFERENCE = re.compile(r"^(?P<module>[\w./~\\-]+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)$")
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _GLOB = set("*?[")
+OPEN_FILES = 64
+"""A folder of more files is read with each file open only while a row is read."""
 
 
 def find_tables(
@@ -93,7 +95,7 @@ def read_files(files: Sequence[Path]) -> Table:
         from posttrain.data.hub_data import parquet
 
         return parquet(list(files), _title(files))
-    tables = [read_file(file) for file in files]
+    tables = [read_file(file, keep_open=len(files) <= OPEN_FILES) for file in files]
     return tables[0] if len(tables) == 1 else Joined(tables, _labels(files))
 
 
@@ -122,7 +124,7 @@ def stream_files(files: Sequence[Path]) -> Stream:
     return Stream(rows(), _title(files))
 
 
-def read_file(path: Path) -> Table:
+def read_file(path: Path, *, keep_open: bool = True) -> Table:
     """The table of one text file. Raises DataError when it is empty or no data file."""
     kinds: dict[str, Any] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".json": _json, ".csv": Csv, ".tsv": Tsv}
     if path.suffix not in kinds:
@@ -130,34 +132,34 @@ def read_file(path: Path) -> Table:
             f"{path} is no data file that can be read", cause=f"its name ends in {path.suffix or 'nothing'}",
             fix=f"write it as one of {', '.join(SUFFIXES)}", code="unknown-file",
         )
-    table: Table = kinds[path.suffix](path)
+    table: Table = kinds[path.suffix](path, keep_open=keep_open)
     if len(table) == 0:
         raise DataError(f"{path} is empty", cause="it holds no row", fix="write rows into it, one JSON object per line"
                         if path.suffix in (".jsonl", ".ndjson") else "write rows into it", code="empty-dataset")
     return table
 
 
-def _json(path: Path) -> Table:
+def _json(path: Path, *, keep_open: bool) -> Table:
     """A JSON document: a list of objects, an object with one such list in it, or JSON Lines under another name."""
     raw = path.read_bytes()
     refuse_other_encodings(str(path), raw[:4])
-    raw = raw.removeprefix(BOM)
-    if raw.lstrip()[:1] == b"{":
-        try:
-            parse_line(raw.lstrip().split(b"\n", 1)[0], str(path), 1)
-            return JsonLines(path)
-        except DataError:
-            pass
-    lines = [decode(line, str(path), number) for number, line in enumerate(raw.split(b"\n"), 1)]
+    lines = [decode(line, str(path), number) for number, line in enumerate(raw.removeprefix(BOM).split(b"\n"), 1)]
     try:
         document = json.loads("\n".join(lines)) if raw.strip() else []
     except json.JSONDecodeError as exc:
-        raise DataError(f"{path}:{exc.lineno} is not JSON", cause=f"{exc.msg}, column {exc.colno}", fix="correct the file",
-                        code="broken-line") from exc
-    lists = [v for v in document.values() if isinstance(v, list)] if isinstance(document, dict) else [document]
-    if len(lists) != 1 or not isinstance(lists[0], list):
-        raise DataError(f"{path} holds no list of rows", cause=f"it holds a {type(document).__name__}",
-                        fix='write [{"question": "…"}, …], or one object per line in a .jsonl file', code="not-an-object")
+        if exc.msg == "Extra data" and raw.removeprefix(BOM).lstrip()[:1] == b"{":
+            return JsonLines(path, keep_open=keep_open)
+        raise DataError(
+            f"{path}:{exc.lineno} is not JSON", cause=f"{exc.msg}, column {exc.colno}", fix="correct the file", code="broken-line"
+        ) from exc
+    values = document.values() if isinstance(document, dict) else []
+    lists = [v for v in values if isinstance(v, list) and all(isinstance(row, dict) for row in v)]
+    lists = [document] if isinstance(document, list) else lists
+    if len(lists) != 1:
+        raise DataError(
+            f"{path} holds no list of rows", cause=f"it holds a {type(document).__name__}",
+            fix='write [{"question": "…"}, …], or one object per line in a .jsonl file', code="not-an-object",
+        )
     return Listed(lists[0], str(path))
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from posttrain.errors import DataError
 
+csv.field_size_limit(2**31 - 1)  # the limit of the process; by default a value of 131,072 characters is too long
 CHUNK = 1 << 22
 BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -30,20 +31,28 @@ _SPACE = np.isin(np.arange(256), list(b" \t\r\n"))
 class Records:
     """The records of one text file. `len`, `rows[i]`, `where(i)`, `name(i)`; picklable, reads are thread-safe.
 
-    path: as the user wrote it, which is also how messages write it. Raises DataError when the file cannot be read.
+    path: as the user wrote it, which is also how messages write it. keep_open: false when there are more files than a process
+    may hold open. Raises DataError when the file cannot be read.
     """
 
     starts: np.ndarray  # [n + 1] int64, byte at which a record begins; the last entry is the end of the file
     lines: np.ndarray | None  # [n] int64, 1-based line of a record; None: record i is line i + 1
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
+    def __init__(self, path: str | Path, *, keep_open: bool = True) -> None:
+        self.path, self._keep_open = str(path), keep_open
         self._file: int | None = None
-        with _opening(self.path):
+        try:
             self._file = os.open(Path(self.path).expanduser(), os.O_RDONLY)
-            self._stamp = self._stat()
+        except OSError as exc:
+            raise DataError(
+                f"{self.path} cannot be read", cause=f"{type(exc).__name__}: {exc.strerror}",
+                fix="check the path and its permissions", code="unreadable-file",
+            ) from exc
+        self._stamp = _stamp(self._file)
         refuse_other_encodings(self.path, os.pread(self._file, 4, 0))
         self.starts, self.lines = self._index()
+        if not keep_open:
+            self._close()
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -74,16 +83,21 @@ class Records:
 
     def _read(self, first: int, last: int) -> bytes:
         """The bytes of records first … last-1. Raises DataError when the file is not the one that was opened."""
-        if self._file is None:
-            self._file = os.open(Path(self.path).expanduser(), os.O_RDONLY)
-        if self._stat() != self._stamp:
-            raise DataError(
-                f"{self.path} has changed since it was opened",
-                fix="start again; write new data to a new file",
-                code="changed-file",
-            )
-        start, end = int(self.starts[first]), int(self.starts[last])
-        return os.pread(self._file, end - start, start)
+        file = self._file if self._file is not None else os.open(Path(self.path).expanduser(), os.O_RDONLY)
+        try:
+            if _stamp(file) != self._stamp:
+                raise DataError(
+                    f"{self.path} has changed since it was opened",
+                    fix="start again; write new data to a new file",
+                    code="changed-file",
+                )
+            start, end = int(self.starts[first]), int(self.starts[last])
+            return os.pread(file, end - start, start)
+        finally:
+            if self._keep_open:
+                self._file = file
+            else:
+                os.close(file)
 
     def parse(self, raw: bytes, line: int) -> dict[str, Any]:
         """The row that a record holds."""
@@ -92,17 +106,15 @@ class Records:
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
         raise NotImplementedError
 
-    def _stat(self) -> tuple[int, int]:
-        assert self._file is not None
-        found = os.fstat(self._file)
-        return found.st_size, found.st_mtime_ns
+    def _close(self) -> None:
+        file, self._file = getattr(self, "_file", None), None
+        if file is not None:
+            os.close(file)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
 
-    def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
-            os.close(self._file)  # type: ignore[arg-type]
+    __del__ = _close
 
 
 class JsonLines(Records):
@@ -194,7 +206,6 @@ def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, int, list[str
                 position, line = position + len(raw), line + 1
                 yield decode(raw.removeprefix(BOM) if line == 1 else raw, path, line)
 
-    limit = csv.field_size_limit(2**31 - 1)
     try:
         before = 0, 0
         for values in csv.reader(feed(), delimiter=delimiter, strict=True):
@@ -206,8 +217,6 @@ def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, int, list[str
             f"{path}:{line} is not CSV", cause=str(exc), fix='write a quote inside a quoted value twice: "say ""yes"""',
             code="broken-line",
         ) from exc
-    finally:
-        csv.field_size_limit(limit)
 
 
 def read_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -279,21 +288,10 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON: write null, or leave the key out")
 
 
+def _stamp(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:59] + "…")
-
-
-class _opening:
-    """Turns the failure to open a file into a DataError."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, exc: BaseException | None, trace: Any) -> None:
-        if isinstance(exc, OSError):
-            raise DataError(
-                f"{self.path} cannot be read", cause=f"{type(exc).__name__}: {exc.strerror}",
-                fix="check the path and its permissions", code="unreadable-file",
-            ) from exc

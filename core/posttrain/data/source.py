@@ -126,6 +126,8 @@ def _open(options: DataOptions, same: tuple[str, ...]) -> dict[str, View]:
     if isinstance(train, Stream) and options.take is not None:
         return _streamed(train, options.take, test, options, shape, same)
     table = _drained(train, LARGEST_STREAM) if isinstance(train, Stream) else train
+    if len(table) == 0:
+        raise DataError(f"{_title(options.data)} is empty", cause="it holds no row", fix="give rows", code="empty-dataset")
     rows, note = View(table, shape, kept(table, shape)), ""
     if test is None:
         positions, held = split_rows(rows, options.test_size, options.split_seed, same)
@@ -224,7 +226,8 @@ def _tables(data: Any, options: DataOptions, where: str) -> dict[str, Table | St
 
     if not isinstance(data, str):
         return tables_of(data, where.rpartition(".")[2])
-    return find_tables(data, options.data_config, options.data_split, streaming=options.streaming, where=where)
+    config, split = (options.data_config, options.data_split) if data is options.data else (None, "test")
+    return find_tables(data, config, split, streaming=options.streaming, where=where)
 
 
 def _filter(ref: Any) -> Any:

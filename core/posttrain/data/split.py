@@ -22,8 +22,8 @@ SHARE, LARGEST_SHARE = 20, 256
 def split_rows(view: View, size: int | float | None, seed: int, same: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """(train, test): the table positions of a view, split, both in the order of the source.
 
-    size: rows, or a fraction of them; None: a twentieth, at most 256. same: keys whose values make two rows the same task
-    (empty: all but the id). Raises DataError when nothing is left to train.
+    size: rows, or a fraction of them; None: a twentieth, at most 256, and none where all rows are copies of one. same: keys whose
+    values make two rows the same task (empty: all but the id). Raises DataError when nothing is left to train.
     """
     positions = view.positions
     wanted = wanted_rows(size, len(positions))
@@ -37,10 +37,10 @@ def split_rows(view: View, size: int | float | None, seed: int, same: Sequence[s
         ranks = numbers[_first_copies(view, same)]
         order = np.argsort(ranks, kind="stable")
         ends = np.flatnonzero(np.append(np.diff(ranks[order]) != 0, True)) + 1  # of the runs of copies
-        cut = int(ends[min(int(np.searchsorted(ends, wanted)), len(ends) - 2)]) if len(ends) > 1 else len(positions)
-        if cut == len(positions):
+        if len(ends) > 1:
+            held[order[: ends[min(int(np.searchsorted(ends, wanted)), len(ends) - 2)]]] = True
+        elif size is not None:
             raise _nothing_left(size, len(positions), "all rows are copies of one")
-        held[order[:cut]] = True
     return positions[~held], positions[held]
 
 
