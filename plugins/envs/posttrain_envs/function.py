@@ -64,11 +64,9 @@ class Function(Environment):
         self._rows: dict[str, RowDataset] = {}
 
     def __reduce__(self) -> Any:
-        """Options, and those functions that another process cannot import."""
-        reward = self.options.reward
-        named = [reward] if isinstance(reward, str) else [entry["reward"] for entry in reward]
-        objects = {ref: one for ref, one in zip(named, self._functions, strict=True) if ref.startswith(PREFIX)}
-        return _revived, (type(self), self.options, named, objects)
+        """Options, and those plain functions that another process cannot import."""
+        objects = {f.ref: f for f in self._functions if f.ref.startswith(PREFIX) and not f.waits}
+        return _revived, (type(self), self.options, objects)
 
     def dataset(self, split: Split) -> RowDataset:
         """The rows of the source, all columns kept, with `id` and, when `answer_column` is set, `answer`. Raises DataError."""
@@ -159,19 +157,12 @@ def _anywhere(ref: Any) -> Any:
     return os.path.abspath(path) if local else absolute(ref)
 
 
-def _revived(cls: type[Function], options: Any, named: list[str], objects: Mapping[str, RewardFunction]) -> Function:
-    """The environment in another process: functions of files and modules are imported there, the others have travelled."""
+def _revived(cls: type[Function], options: Any, objects: Mapping[str, RewardFunction]) -> Function:
+    """The environment in another process: what can be imported is imported there, the other plain functions have travelled."""
     env = cls.__new__(cls)
     env.options, env._rows = options, {}
-    loaded = iter(load_functions(_importable(options.reward, objects)))
-    env._functions = [objects[ref] if ref in objects else next(loaded) for ref in named]
+    env._functions = load_functions(options.reward, objects)
     return env
-
-
-def _importable(reward: Any, objects: Mapping[str, RewardFunction]) -> Any:
-    if isinstance(reward, str):
-        return [] if reward in objects else reward
-    return [entry for entry in reward if entry["reward"] not in objects]
 
 
 def _template_columns(prompt: str | None) -> list[str]:

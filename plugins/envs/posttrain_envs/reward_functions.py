@@ -38,8 +38,9 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """One function with its name, its weight, and what it is called with."""
+    """One function with its reference, its name, its weight, and what it is called with."""
 
+    ref: str
     name: str
     weight: float
     function: Callable[..., Any]
@@ -60,7 +61,7 @@ class RewardFunction:
         """Raise ConfigError when the parameter that gets the whole row is named like a column."""
         named = next((one.name for one in self.takes if one.what == "row"), "")
         if named != "row" and named in columns:
-            raise _refused(self.function, self.name or "reward", f"its parameter {named!r} gets the whole row, not its column")
+            raise _refused(self.function, self.ref, f"its parameter {named!r} gets the whole row, not its column")
 
 
 def canonical(reward: Any) -> str | list[dict[str, Any]]:
@@ -90,11 +91,28 @@ def canonical(reward: Any) -> str | list[dict[str, Any]]:
     return entries
 
 
-def load_functions(reward: str | Sequence[Mapping[str, Any]]) -> list[RewardFunction]:
-    """The functions of a canonical `reward`; one alone has no name. Raises ConfigError for what cannot be called as one."""
+def load_functions(
+    reward: str | Sequence[Mapping[str, Any]], travelled: Mapping[str, RewardFunction] | None = None
+) -> list[RewardFunction]:
+    """The functions of a canonical `reward`; one alone has no name. Raises ConfigError for what cannot be called as one.
+
+    travelled: in a reward process, the functions that came with the environment. A coroutine function that cannot be imported
+    stays behind: it is never called there.
+    """
     alone = [{"name": "", "reward": reward, "weight": 1.0}]
     entries: Sequence[Mapping[str, Any]] = alone if isinstance(reward, str) else reward
-    return [_load(entry["reward"], entry["name"], float(entry["weight"])) for entry in entries]
+    loaded = []
+    for entry in entries:
+        ref, name, weight = str(entry["reward"]), str(entry["name"]), float(entry["weight"])
+        if travelled is not None and ref.startswith(PREFIX):
+            loaded.append(travelled.get(ref) or RewardFunction(ref, name, weight, _stayed_behind, ()))
+        else:
+            loaded.append(_load(ref, name, weight))
+    return loaded
+
+
+async def _stayed_behind() -> None:
+    raise RuntimeError("a coroutine function is called in the process that made it")
 
 
 def combine(values: Mapping[str, tuple[float, Any]], base: Reward | None = None) -> Reward:
@@ -152,7 +170,7 @@ def _ref(reward: Any, name: str, refs: References) -> str:
 
 def _load(ref: str, name: str, weight: float) -> RewardFunction:
     function = function_of(ref, "reward")
-    made = RewardFunction(name, weight, function, _takes(function, ref))
+    made = RewardFunction(ref, name, weight, function, _takes(function, ref))
     if ref.startswith(PREFIX) and not made.waits:
         _check_travels(function, ref)
     return made
@@ -188,7 +206,8 @@ def _takes(function: Callable[..., Any], ref: str) -> tuple[Argument, ...]:
             takes += [Argument(what) for what in left]
             left = []
         elif p.kind is not p.VAR_KEYWORD and (p.name in ("completion", "row", "state") or p.default is p.empty):
-            what = p.name if p.name in ("completion", "row", "state") else left.pop(0) if left else ""
+            own = p.name in ("completion", "row", "state")
+            what = p.name if own else left.pop(0) if left and p.kind is not p.KEYWORD_ONLY else ""
             if not what:
                 raise _refused(function, ref, f"nothing is given for its parameter {p.name!r}")
             takes.append(Argument(what, p.name, p.kind is p.KEYWORD_ONLY or len(takes) < parameters.index(p)))
