@@ -229,7 +229,9 @@ def test_rows_of_a_separate_test_split_do_not_train(folder: Path) -> None:
 
 def test_a_filter_by_path_sees_the_renamed_row_and_is_told_when_it_fails(folder: Path) -> None:
     write("my.jsonl", [{"q": i} for i in range(10)])
-    Path("mine.py").write_text("def even(row): return row['n'] % 2 == 0\ndef fails(row): return row['m']\ndef none(row): return 0\n")
+    Path("mine.py").write_text(
+        "def even(row): return row['n'] % 2 == 0\ndef fails(row): return row['m']\ndef none(row): return 0\n"
+    )
     assert ids(both(data="my.jsonl", columns={"n": "q"}, filter="mine.py:even")[0]) == ["1", "3", "5", "7", "9"]
     error = refused("filter", data="my.jsonl", filter="mine.py:fails")
     assert error.message == "the filter failed on my.jsonl:1" and error.cause == "KeyError: 'm'; the row has id, q"
