@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import re
 import typing
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
 from _markdown import code, prose, table
 
 from posttrain.config import rules, schema
 from posttrain.config.bounds import BOUNDS
 from posttrain.config.flat_keys import ABSENT, FAMILIES, FLAT_KEYS
+from posttrain.data.source import DataOptions
 from posttrain.objective import options
 from posttrain.plugins.card import Option
 from posttrain.plugins.discovery import discover
@@ -59,7 +62,7 @@ def _group(name: str, prefix: str, classes: dict[str, ast.ClassDef], lines: Sequ
         if kind in classes and kind != "Plugin":
             nested.append((kind, key))
         else:
-            rows.append((code(key), code(kind_of(kind)), yaml(_default(node.value)), bounds(key), prose(comment)))
+            rows.append((code(key), kind_of(kind), yaml(_default(node.value)), bounds(key), prose(comment)))
         if "EnvironmentConfig" in kind:
             nested.append(("EnvironmentConfig", f"{key}[i]"))
     if rows:
@@ -100,22 +103,26 @@ def _default(value: ast.expr | None) -> str:
     return "" if value is None else ast.unparse(value)
 
 
-def kind_of(annotation: str) -> str:
-    """A type as a reader of YAML knows it: the values of a Literal, [a, b] for tuples, null for None."""
-    for module in (schema, options):
+def kind_of(annotation: str, *modules: ModuleType) -> str:
+    """A type as a reader of YAML knows it: values of a Literal, [a, b] for tuples, null for None; no bars, which end cells."""
+    for module in (schema, options, *modules):
         for name, value in vars(module).items():
             if typing.get_origin(value) is typing.Literal:
                 annotation = re.sub(rf"\b{name}\b", " | ".join(map(str, typing.get_args(value))), annotation)
     annotation = re.sub(r"Literal\[(.*?)\]", lambda m: " | ".join(v.strip(" '\"") for v in m[1].split(",")), annotation)
-    annotation = re.sub(r"tuple\[\w+, \.\.\.\]", "list", annotation)
-    annotation = re.sub(r"dict\[[^\[\]]+\]", "mapping", annotation)
-    return annotation.replace("tuple[", "[").replace("None", "null").replace("Plugin", "plug-in")
+    annotation = re.sub(r"tuple\[[^\[\]]+, \.\.\.\]|\blist\[[^\[\]]+\]", "list", annotation)
+    annotation = re.sub(r"\b(?:dict|Mapping)\[[^\[\]]+\]", "mapping", annotation)
+    annotation = annotation.replace("tuple[", "[").replace("None", "null").replace("Plugin", "plug-in").replace("Any", "anything")
+    *first, last = [code(part) for part in annotation.split(" | ")]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def yaml(default: str | None) -> str:
     """A default as one would write it in YAML; "required" for a key without one."""
     if default in (None, "MISSING"):
         return "required"
+    if default == "built in":
+        return default
     plain = {"None": "null", "True": "true", "False": "false", "()": "[]", "dict()": "{}", "list()": "[]"}
     value = plain.get(default or "", (default or "").strip("'\""))
     if value.startswith("("):
@@ -134,22 +141,29 @@ def shared_options(*_: str) -> str:
 
 
 def plugin_options(kind: str) -> str:
-    """A section for each built-in plug-in of a kind that has options; what several share stands in a section of its own."""
-    cards = {p.name: p.card for p in discover(kind) if p.distribution == "posttrain"}
-    own = {name: _own(name) if kind == "algorithms" else list(card.options) for name, card in cards.items()}
-    common = _common(list(own.values())) if kind == "envs" else []
-    parts = [f"### Of every environment that reads data\n\n{_option_table(common)}"] if common else []
-    for name, entries in own.items():
-        rest = [o for o in entries if o not in common]
+    """A section for each built-in plug-in that has options; what every reader of data takes stands in one of its own."""
+    infos = [p for p in discover(kind) if p.distribution == "posttrain"]
+    own = {p.name: _own(p.name) if kind == "algorithms" else list(p.card.options) for p in infos}
+    names = {field.name for field in dataclasses.fields(DataOptions)} if kind == "envs" else set()
+    every = [o for entries in own.values() for o in entries if o.name in names]
+    common = list(dict.fromkeys(o for o in every if every.count(o) > 1))
+    reading = "### Reading data\n\nOf every environment that reads rows from files or a hub.\n\n"
+    parts = [reading + _option_table(common)] if common else []
+    for info in infos:
+        module = importlib.import_module(info.value.partition(":")[0])
+        rest = [_resolved(o, info.value) for o in own[info.name] if o not in common]
         if rest:
-            parts.append(f"### `{name}`\n\n{cards[name].help}\n\n{_option_table(rest)}")
+            parts.append(f"### `{info.name}`\n\n{info.card.help}\n\n{_option_table(rest, module)}")
     return "\n".join(parts)
 
 
-def _common(entries: Sequence[Sequence[Option]]) -> list[Option]:
-    """Options that at least two plug-ins have in the same form, in their order."""
-    every = [o for one in entries for o in one]
-    return [o for i, o in enumerate(every) if every.count(o) > 1 and o not in every[:i]]
+def _resolved(option: Option, target: str) -> Option:
+    """An option whose default is written as the name of a constant, with the constant's value."""
+    if option.default is None or option.default in ("None", "True", "False") or not option.default.isidentifier():
+        return option
+    module, _, attr = target.partition(":")
+    value = getattr(getattr(importlib.import_module(module), attr).Options, option.name)
+    return dataclasses.replace(option, default="built in" if isinstance(value, str) and len(value) > 40 else repr(value))
 
 
 def _own(algorithm: str) -> list[Option]:
@@ -167,8 +181,8 @@ def _card_options(algorithm: str) -> tuple[Option, ...]:
     return next(p for p in discover("algorithms") if p.name == algorithm).card.options
 
 
-def _option_table(entries: Sequence[Option]) -> str:
-    rows = [(code(o.name), code(kind_of(o.type)), yaml(o.default), prose(o.help)) for o in entries]
+def _option_table(entries: Sequence[Option], *modules: ModuleType) -> str:
+    rows = [(code(o.name), kind_of(o.type, *modules), yaml(o.default), prose(o.help)) for o in entries]
     return table(("Option", "Type", "Default", "Meaning"), rows)
 
 

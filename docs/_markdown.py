@@ -8,6 +8,8 @@ from collections.abc import Sequence
 GROUPS = "model|rl|rollout|grid|validation|weights|loop|checkpoint|tracking"
 KEY = re.compile(rf"(?<![\w.`])((?:{GROUPS})\.[a-z][\w.]*\w(?:=(?:\[[^\]]*\]|\w+))?)")
 """A key of the configuration, perhaps with a value, in running text."""
+TAG = re.compile(r"(?<!`)(</?\w+>(?:…</?\w+>)?)(?!`)")
+"""A tag, or an opening and a closing one, in running text."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -22,5 +24,5 @@ def code(text: str) -> str:
 
 
 def prose(comment: str) -> str:
-    """A comment of the code as Markdown: keys are code, stars are stars."""
-    return KEY.sub(r"`\1`", comment.replace("*", r"\*"))
+    """A comment of the code as Markdown: keys and tags are code, stars are stars."""
+    return TAG.sub(r"`\1`", KEY.sub(r"`\1`", comment.replace("*", r"\*")))
