@@ -80,6 +80,8 @@ def _batch(config: RunConfig) -> Iterable[Problem]:
     from posttrain.placement.grid import resolve_grid
 
     rl, grid = config.rl, resolve_grid(config.grid)
+    if min(grid.rollout[0], grid.dp_world) < 1:
+        return []  # the grid's own rule tells
     plan = BatchPlan(
         rl.batch_per_replica, rl.group_size, rl.mini_batch_per_replica, rl.micro_batch_per_replica, grid.rollout[0], grid.dp_world
     )
