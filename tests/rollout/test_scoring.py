@@ -47,7 +47,9 @@ class AsyncEval(Eval):
 ROW: Mapping[str, Any] = {"prompt": "?"}
 
 
-def run(env: Environment, completions: list[str], *, workers: int = 1, timeout_s: float = 20.0) -> tuple[list[Reward], list[int]]:
+def run(
+    env: Environment, completions: list[str], *, workers: int | None = 1, timeout_s: float = 20.0
+) -> tuple[list[Reward], list[int]]:
     """The rewards of the completions, scored at the same time, and the pids of the workers at the start."""
 
     async def main() -> tuple[list[Reward], list[int]]:
@@ -136,6 +138,17 @@ def test_two_workers_share_the_work_and_print_nothing_here(capfd: pytest.Capture
     assert {r.total for r in rewards} <= set(map(float, pids)) and len(pids) == 2
     run(Eval(), ["sys.stdout.write('chatter') and 1"])
     assert "chatter" not in capfd.readouterr().out
+
+
+def test_a_reward_may_read_the_tokens_and_the_whole_episode() -> None:
+    deeds = ["sum(state.trajectory.token_ids)", "state.trajectory.sample_id == 'sample-1'", "len(state.messages)",
+             "setattr(state, 'trajectory', None) or state.trajectory is None"]
+    assert causes(run(Eval(), deeds)[0]) == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_by_default_there_is_a_worker_per_core() -> None:
+    _, pids = run(Eval(), ["1"], workers=None)
+    assert len(pids) == min(len(os.sched_getaffinity(0)), 8)
 
 
 def test_an_async_reward_has_a_deadline_and_may_itself_time_out() -> None:

@@ -110,7 +110,7 @@ class RolloutConfig:
     start_timeout_s: float = 300.0  # deadline of an engine's start
     generate_timeout_s: float = 1800.0  # deadline of one batch of completions
     reward_timeout_s: float = 30.0  # deadline of one reward
-    reward_workers: int = 1  # processes that score synchronous rewards
+    reward_workers: int | None = None  # processes that score synchronous rewards; null: one per CPU core, at most 8
 
 
 @dataclass(frozen=True, kw_only=True)

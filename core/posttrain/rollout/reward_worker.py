@@ -1,8 +1,8 @@
 """The process that runs synchronous rewards. It reads frames from a socket, scores, answers, and dies with its owner.
 
 A frame is a 4-byte length and a pickle. First frame: the environments (cloudpickle), answered by None or by the text of the
-failure. Every later frame: a list of (environment name, EpisodeState), answered by one Reward each. It imports no torch
-unless an environment does.
+failure. Every later frame: a list of (environment name, EpisodeState, its Trajectory as a pickle), answered by one Reward
+each. It imports no torch unless an environment does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import sys
 import traceback
 from typing import Any
 
+from posttrain.data.environment import EpisodeState
 from posttrain.rollout.rewards import as_reward, raised, unscorable
+from posttrain.types import Trajectory
 
 HEADER = struct.Struct("<I")
 
@@ -39,8 +41,28 @@ def main(descriptor: int, owner: int) -> None:
             _send(sock, f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")
             return
         while True:
-            for name, state in pickle.loads(_receive(sock)):
-                _send(sock, _score(environments[name], state))
+            for name, state, trajectory in pickle.loads(_receive(sock)):
+                _send(sock, _score(environments[name], Received(state, trajectory)))
+
+
+class Received(EpisodeState):
+    """An episode whose tokens are unpickled when a reward looks at them; most read the text alone, and tokens are most of it."""
+
+    __slots__ = ("_packed", "_unpacked")
+
+    def __init__(self, state: EpisodeState, packed: bytes | None) -> None:
+        super().__init__(state.task, state.prompt, state.messages, state.completion, None, state.custom, state.seed)
+        self._packed = packed
+
+    @property
+    def trajectory(self) -> Trajectory | None:  # type: ignore[override]
+        if self._packed is not None:
+            self.trajectory = pickle.loads(self._packed)
+        return self._unpacked
+
+    @trajectory.setter
+    def trajectory(self, value: Trajectory | None) -> None:
+        self._packed, self._unpacked = None, value
 
 
 def _score(env: Any, state: Any) -> Any:

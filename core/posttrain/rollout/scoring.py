@@ -31,7 +31,8 @@ _log = logging.getLogger("posttrain.rewards")
 class Scorer:
     """Scores episodes of `environments` (by the name that draws carry).
 
-    timeout_s   deadline of one reward, seconds     workers   processes for synchronous rewards
+    timeout_s   deadline of one reward, seconds
+    workers     processes for synchronous rewards; None: one per CPU core that this process may use, at most 8
     log_path    where the workers' output goes; default: this process's standard error
     """
 
@@ -40,7 +41,7 @@ class Scorer:
         environments: Mapping[str, Environment],
         *,
         timeout_s: float = 30.0,
-        workers: int = 1,
+        workers: int | None = 1,
         log_path: Path | None = None,
     ) -> None:
         self._environments, self._timeout = dict(environments), timeout_s

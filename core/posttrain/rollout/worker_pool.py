@@ -1,7 +1,8 @@
 """A pool of reward processes on the event loop: deadlines that kill, deaths that are noticed at once, replacements.
 
 Each worker has one batch in flight and answers it item by item; the deadline is that of one item, counted from the answer
-before it. When a worker dies or is late, the item it was on fails and the rest of its batch goes to its replacement.
+before it. When a worker dies or is late, the item it was on fails and the rest of its batch goes to its replacement. Batches
+get smaller as the queue does, so that slow rewards at its end do not wait for one worker while the others are idle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ _log = logging.getLogger("posttrain.rewards")
 
 START_TIMEOUT_S = 120.0
 BATCH_LIMIT = 32
+MOST_WORKERS = 8
 _BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.rollout.reward_worker import main; main({}, {})"
 
 
@@ -124,12 +126,13 @@ class WorkerPool:
     """`workers` processes that score episodes of `environments`, each within `timeout_s` seconds."""
 
     def __init__(
-        self, environments: Mapping[str, Environment], *, workers: int, timeout_s: float, log_path: Path | None = None
+        self, environments: Mapping[str, Environment], *, workers: int | None, timeout_s: float, log_path: Path | None = None
     ) -> None:
         import cloudpickle
 
         self._environments = cloudpickle.dumps(dict(environments))
-        self._size, self._timeout, self._log_path = workers, timeout_s, log_path
+        self._size = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        self._timeout, self._log_path = timeout_s, log_path
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._workers: dict[int, Worker] = {}
         self._servers: list[asyncio.Task[None]] = []
@@ -162,7 +165,7 @@ class WorkerPool:
     async def _serve(self, number: int) -> None:
         while True:
             batch = deque([await self._jobs.get()])
-            share = min(BATCH_LIMIT, -(-self._jobs.qsize() // self._size))
+            share = min(BATCH_LIMIT, -(-self._jobs.qsize() // (2 * self._size)))
             while len(batch) < share and not self._jobs.empty():
                 batch.append(self._jobs.get_nowait())
             try:
@@ -185,7 +188,7 @@ class WorkerPool:
                 _log.warning("%s between two rewards; it is replaced", await self._discard(number))
             worker = await self._replace(number)
         try:
-            worker.send(pickle.dumps([(job.env, job.state) for job in batch]))
+            worker.send(pickle.dumps([_packed(job) for job in batch]))
             while batch:
                 reward = await worker.receive(self._timeout)
                 _answer(batch.popleft(), reward)
@@ -205,6 +208,12 @@ class WorkerPool:
 
     async def _discard(self, number: int) -> str:
         return await self._workers.pop(number).stop()
+
+
+def _packed(job: Job) -> tuple[str, EpisodeState, bytes | None]:
+    """A job as it travels: the tokens apart, so that the worker need not unpack them (see `reward_worker.Received`)."""
+    trajectory = job.state.trajectory
+    return job.env, replace(job.state, trajectory=None), None if trajectory is None else pickle.dumps(trajectory)
 
 
 def _answer(job: Job, reward: Reward) -> None:
