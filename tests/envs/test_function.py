@@ -327,7 +327,8 @@ def test_a_config_tells_it_before_anything_starts(folder: Path) -> None:
 
 
 def test_the_resolved_config_means_the_same_in_another_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = "{reward: [{name: fmt, reward: my_rewards.py:score}], data: my.jsonl, prompt_column: question, answer_column: solution}"
+    columns = "prompt_column: question, answer_column: solution"
+    options = f"{{reward: [{{name: fmt, reward: my_rewards.py:score}}], data: my.jsonl, {columns}}}"
     loaded = load_config(["model.name_or_path=m", "rl.steps=1", f"environments=[{{name: function, options: {options}}}]"])
     kept = loaded.config.environments[0].options
     assert kept["data"] == str(folder / "my.jsonl") and kept["reward"][0]["reward"] == f"{folder}/my_rewards.py:score"
@@ -342,7 +343,7 @@ def test_the_resolved_config_means_the_same_in_another_directory(folder: Path, m
 
 def test_a_file_may_import_its_neighbours_and_is_read_again_when_it_was_edited(folder: Path) -> None:
     (folder / "my_helper_of_rewards.py").write_text("def half(n): return n / 2\n")
-    (folder / "uses.py").write_text("from my_helper_of_rewards import half\ndef score(completion): return half(len(completion))\n")
+    (folder / "uses.py").write_text("from my_helper_of_rewards import half\ndef score(text): return half(len(text))\n")
     assert score(made(reward="uses.py:score"), ROWS[0], "four").total == 2.0
     (folder / "uses.py").write_text("def score(completion): return 9.0\n")
     assert score(made(reward="uses.py:score"), ROWS[0], "four").total == 9.0
