@@ -1,10 +1,11 @@
-"""Learning from pairs that come with the data: a tiny model that adds carelessly is shown right sums beside slipped ones.
+"""Pairs that come with the data: a tiny model that adds carelessly is shown right sums beside slipped ones.
 
     posttrain train experiment=preference_dpo
 
 Nothing is sampled: there is no engine, and no reward. The pairs are in two files of this package, JSON lines such as
 `{"id": "12+7", "prompt": "12+7=", "chosen": "19", "rejected": "20"}`; the problems of `sums_test.jsonl` train nobody, the
-model's warm-up included. The recipe stands alone: it needs no optional dependency and inherits from no other catalog.
+model's warm-up included. Labels are smoothed: the loss is then smallest at a margin of log(0.95/0.05) = 2.9, and growing
+beyond it no longer pays by making both completions unlikely, as it does without (try label_smoothing=0). The recipe stands alone: it needs no optional dependency and inherits from no other catalog.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             }
         ],
         "rl": {
-            "steps": 50,
-            "objective": {"name": "dpo"},
+            "steps": 40,
+            "objective": {"name": "dpo", "beta": 1.0, "label_smoothing": 0.05},
             "group_size": 2,
             "batch_per_replica": 64,
-            "optimizer": {"name": "adamw", "lr": 2e-4},
+            "optimizer": {"name": "adamw", "lr": 1e-4},
         },
         "grid": {"threads": 1},
         "rollout": {"engine": "none", "max_model_len": 32},

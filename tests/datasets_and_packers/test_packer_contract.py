@@ -1,4 +1,4 @@
-"""The built-in packer keeps the contract of DataPackers."""
+"""The built-in packers keep the contract of DataPackers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from posttrain.data.packer import DataPacker
 from posttrain.testing import DataPackerContract
 from posttrain.testing.tiny_model import write_tiny_model
 from posttrain_datapackers.decoder_only import DecoderOnlyPacker
+from posttrain_datapackers.preference import PreferencePacker
 
 
 class TestDecoderOnly(DataPackerContract):
@@ -17,3 +18,10 @@ class TestDecoderOnly(DataPackerContract):
     def packer(self, tmp_path: Path) -> DataPacker:
         write_tiny_model(tmp_path)
         return DecoderOnlyPacker().setup(str(tmp_path))
+
+
+class TestPreference(DataPackerContract):
+    @pytest.fixture
+    def packer(self, tmp_path: Path) -> DataPacker:
+        write_tiny_model(tmp_path)
+        return PreferencePacker().setup(str(tmp_path))

@@ -7,12 +7,20 @@ import pytest
 from posttrain.data.environment import Environment
 from posttrain.testing import EnvContract
 from posttrain_envs.arithmetic import Arithmetic
+from posttrain_envs.preference import Preference
 
 
 class TestArithmetic(EnvContract):
     @pytest.fixture
     def env(self) -> Environment:
         return Arithmetic(Arithmetic.Options(operations=("+", "-", "*"), size=500, test_size=50))
+
+
+class TestPreference(EnvContract):
+    @pytest.fixture
+    def env(self) -> Environment:
+        rows = [{"id": str(i), "prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(40)]
+        return Preference(Preference.Options(data=rows, test_size=8))
 
 
 class TestReasoningGym(EnvContract):
