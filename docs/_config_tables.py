@@ -97,7 +97,9 @@ def _works(key: str) -> Iterator[str]:
 def _default(value: ast.expr | None) -> str:
     if isinstance(value, ast.Call):
         factory = next((k.value for k in value.keywords if k.arg == "default_factory"), None)
-        return {"dict": "{}", "list": "[]"}.get(ast.unparse(factory), "") if factory else ""
+        made = ast.unparse(factory) if factory else ""
+        named = re.search(r"Plugin\(name='(\w+)'\)", made)
+        return named[1] if named else {"dict": "{}", "list": "[]"}.get(made, "")
     if isinstance(value, ast.BinOp):
         return str(eval(ast.unparse(value), {}))
     return "" if value is None else ast.unparse(value)

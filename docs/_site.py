@@ -1,10 +1,16 @@
-"""What `mkdocs build` does beside rendering: the pages' Markdown goes along, for programs that read `llms.txt`."""
+"""What `mkdocs build` does beside rendering: tables of keys are marked, and the pages' Markdown goes along for readers of `llms.txt`."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks tables of keys and of options, which `site.css` shows as a list on a narrow screen."""
+    return re.sub(r"<table>(?=\s*<thead>\s*<tr>\s*<th>(Key|Option)</th>\s*<th>Type</th>)", r'<table data-rows="\1">', html)
 
 
 def on_post_build(config: Any, **_: Any) -> None:
