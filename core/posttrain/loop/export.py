@@ -22,14 +22,13 @@ from typing import Any
 from posttrain.config.schema import ModelConfig
 from posttrain.data.hub import eos_token_ids, generation_config, model_config
 from posttrain.data.packer import load_tokenizer
-from posttrain.errors import ConfigError, DataError, RunInterrupted
+from posttrain.errors import ConfigError, DataError, EngineStartError, RunInterrupted
 from posttrain.loop import checkpoint
 from posttrain.loop.model_card import write_card
 from posttrain.loop.model_folder import model_folder
-from posttrain.loop.run import saved_config
 from posttrain.policy.load import load_causal_lm, model_from_config
 from posttrain.tracking.files import writing
-from posttrain.tracking.run_dir import find_run
+from posttrain.tracking.run_dir import find_run, saved_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_SIZE = "5GB"
@@ -59,7 +58,7 @@ def export(
     refuse_existing(folder)
     path = find_run(found.path)
     chosen = run_model(path)
-    source = model_folder(chosen, path.parent, say)
+    source = _base_model(chosen, path, say)
     with _aside(folder) as aside:
         wanted = _write_model(found, chosen, source, dtype, aside)
         _write_tokenizer(chosen, source, aside)
@@ -77,6 +76,22 @@ def run_model(run: Path) -> ModelConfig:
 
     saved = OmegaConf.create(saved_config(run).get("model", {}))  # as written: an interpolation is escaped, or a secret
     return ModelConfig(**OmegaConf.to_container(saved, resolve=True))  # type: ignore[arg-type]
+
+
+def _base_model(chosen: ModelConfig, run: Path, say: Callable[[str], None]) -> str:
+    """The folder or hub name of the model that the run started from."""
+    source = model_folder(chosen, run.parent, say)
+    try:
+        model_config(source)
+    except EngineStartError as exc:
+        raise EngineStartError(
+            f"the base model of {run.name} was not found ({source})",
+            cause=exc.cause,
+            fix="put it back; where the path is relative, export from the folder in which the run was started",
+            where="model.name_or_path",
+            code=exc.code,
+        ) from exc
+    return source
 
 
 def find_checkpoint(run: str | Path, step: int | None = None) -> checkpoint.Checkpoint:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.loop.run import saved_config
 from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import read_metrics, read_validation
+from posttrain.tracking.run_dir import saved_config
 from posttrain.tracking.text import number
 
 if TYPE_CHECKING:
