@@ -42,8 +42,8 @@ def test_nested_and_dotted_keys_are_the_same_config_with_the_origin_call(hold) -
     rows = [{"question": "?"}]
     nested = loaded(model=Path("m"), data=rows, reward=score, prompt_column="question", seed=np.int64(3),
                     rl={"steps": 2, "optimizer": {"lr": np.float32(0.5), "betas": (0.8, 0.9)}})  # fmt: skip
-    dotted = loaded(data=rows, reward=score, prompt_column="question", **{
-        "model.name_or_path": "m", "rl.steps": 2, "rl.optimizer.lr": 0.5, "rl.optimizer.betas": [0.8, 0.9], "seed": 3})  # fmt: skip
+    keys = {"model.name_or_path": "m", "rl.steps": 2, "rl.optimizer.lr": 0.5, "rl.optimizer.betas": [0.8, 0.9], "seed": 3}
+    dotted = loaded(data=rows, reward=score, prompt_column="question", **keys)
     assert nested.config == dotted.config
     config = nested.config
     assert (config.rl.steps, config.rl.optimizer.lr, config.rl.optimizer.betas, config.seed) == (2, 0.5, (0.8, 0.9), 3)

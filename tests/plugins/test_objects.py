@@ -95,6 +95,22 @@ def test_an_environment_class_or_object_is_a_plugin_by_its_reference() -> None:
         resolve("envs", refs.of([1], "list"))
 
 
+def test_a_script_that_is_imported_is_not_run_again_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import my_script`, and it trains: its functions travel by value, for an import would train again."""
+    (tmp_path / "my_script_of_objects.py").write_text(
+        "import subprocess, sys, cloudpickle\n"
+        "from posttrain.plugins.objects import References\n"
+        "def score(c): return 5.0\n"
+        "ref, sent = References().of(score, 'reward'), cloudpickle.dumps(score)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("my_script_of_objects")
+    assert module.ref == "object:score"
+    code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)('x'), 'my_script_of_objects' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], input=module.sent, capture_output=True, check=True)
+    assert done.stdout.split() == [b"5.0", b"False"]
+
+
 def test_a_module_that_no_other_process_finds_travels_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the modules of a test suite, or of a notebook's magic."""
     import types

@@ -4,7 +4,8 @@ A config is text. `References.of` gives the text that names an object:
 
     package.module:name     of a package, when importing that gives the same object
     /folder/file.py:name    of a single file, with its absolute path
-    object:NAME             everything else (`__main__`, notebooks, lambdas, rows): only this process can resolve it
+    object:NAME             everything else (`__main__`, notebooks, lambdas, rows, and what is defined in a module that is still
+                            being imported, such as a script that trains): only this process can resolve it
 
 `held` is the way back from `object:NAME`; `resolution.import_target` is the way back from all three.
 """
@@ -72,7 +73,7 @@ def import_path(value: Any) -> str | None:
         return None
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     qualname = getattr(value, "__qualname__", "<")
-    if module is None or "<" in qualname or module.__name__ in ("__main__", "__mp_main__"):
+    if module is None or "<" in qualname or module.__name__ in ("__main__", "__mp_main__") or _unfinished(module):
         return None
     try:
         if reduce(getattr, qualname.split("."), module) is not value:
@@ -98,6 +99,11 @@ def _findable(module: ModuleType) -> bool:
     return spec is not None and spec.origin == getattr(getattr(module, "__spec__", None), "origin", None)
 
 
+def _unfinished(module: ModuleType) -> bool:
+    """Whether the module is being imported: another process that imported it would do what it is doing now."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
 def _installed(file: Path) -> bool:
     paths = sysconfig.get_paths()
     return any(file.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -106,7 +112,7 @@ def _installed(file: Path) -> bool:
 def _travel_by_value(value: Any) -> None:
     """Another process cannot import the module of this object, so what it defines must be sent as it is."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
-    if module is not None and module.__name__ != "__main__" and not _findable(module):
+    if module is not None and module.__name__ != "__main__" and (_unfinished(module) or not _findable(module)):
         import cloudpickle
 
         cloudpickle.register_pickle_by_value(module)
