@@ -1,4 +1,4 @@
-"""What `mkdocs build` does beside rendering: tables of keys are marked, and the pages' Markdown goes along for readers of `llms.txt`."""
+"""What `mkdocs build` does beside rendering: tables of keys are marked, and the pages' Markdown goes along for `llms.txt`."""
 
 from __future__ import annotations
 

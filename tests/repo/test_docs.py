@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from posttrain import errors
+from posttrain.cli.main import COMMANDS
 from posttrain.config.flat_keys import renamed
 from posttrain.config.load import load_config
 from posttrain.errors import CATALOGUE, ConfigError
@@ -72,6 +73,13 @@ def test_the_error_page_has_every_message_with_its_exit_code_and_a_link(generate
         retryable = "worth resuming" if entry.retryable or entry.cls.retryable else "not retryable"
         assert f"**Exit code** {entry.cls.exit_code}, {retryable}" in sections[code], code
         assert f"](../{entry.anchor})" in sections[code], code
+
+
+def test_every_command_has_its_help_on_the_page(generate: ModuleType) -> None:
+    page = (DOCS / "reference/cli.md").read_text("utf-8")
+    shown = {name for block in generate.BLOCK.finditer(page) if block[2] == "cli" for name in block[3].split()}
+    assert shown == set(COMMANDS)
+    assert all(f"\n## `posttrain {name}`\n" in page for name in COMMANDS)
 
 
 def documented_keys() -> set[str]:
