@@ -4,8 +4,11 @@
 
 Nothing is sampled: there is no engine, and no reward. The pairs are in two files of this package, JSON lines such as
 `{"id": "12+7", "prompt": "12+7=", "chosen": "19", "rejected": "20"}`; the problems of `sums_test.jsonl` train nobody, the
-model's warm-up included. Labels are smoothed: the loss is then smallest at a margin of log(0.95/0.05) = 2.9, and growing
-beyond it no longer pays by making both completions unlikely, as it does without (try label_smoothing=0). The recipe stands alone: it needs no optional dependency and inherits from no other catalog.
+model's warm-up included.
+
+The labels are smoothed: the loss is then smallest at a margin of log(0.95/0.05) = 2.9, and it no longer pays to widen the margin
+by making both completions unlikely, as it does with `rl.objective.label_smoothing=0`. The recipe stands alone: it needs no
+optional dependency and inherits from no other catalog.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -77,7 +76,8 @@ def test_case_mask_1_real_tokens_do_not_see_the_padding(packer: PreferencePacker
     rows = [row([2, 8, 2, 9], [5, 2]), row([4], [5, 6, 2, 7, 8, 9, 2])]
     batch = collated(packer, rows, 8)
     with torch.no_grad():
-        padded = model(**{k: batch[k] for k in ("input_ids", "position_ids")}, attention_mask=batch["attention_mask"].long()).logits
+        attention = batch["attention_mask"].long()
+        padded = model(batch["input_ids"], position_ids=batch["position_ids"], attention_mask=attention).logits
         for number, one in enumerate(rows):
             ids = torch.tensor([one.prompt_ids + one.token_ids])
             alone = model(ids).logits[0]

@@ -85,7 +85,7 @@ def test_texts_are_parted_before_the_answers(chosen: str, rejected: str, prompt:
         ({"chosen": ASK + says("a"), "rejected": SYSTEM + says("b")}, "part at message 1"),
         ({"prompt": "Sea?", "chosen": ASK + says("a"), "rejected": ASK + says("b")}, "do not hold the prompt"),
         ({"prompt": SYSTEM, "chosen": ASK + says("a"), "rejected": ASK + says("b")}, "do not hold the prompt"),
-        ({"chosen": [{"role": "user", "content": [{"type": "image"}]}, *says("a")], "rejected": says("b")}, "message 1 of chosen"),
+        ({"chosen": [{"role": "user", "content": [7]}, *says("a")], "rejected": says("b")}, "message 1 of chosen"),
     ],
 )
 def test_a_row_that_is_no_pair_says_why(row: dict[str, Any], why: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from posttrain.objective import Algorithm, Objective, build_objective
 from posttrain.objective.groups import Rewards, centred
+from posttrain.objective.loss import clean
 from posttrain.testing.rows import ScoredRow, ScoredStep, score_rows, token_batch
 from posttrain.types import TokenBatch
 
@@ -130,6 +131,25 @@ def test_padding_on_any_side_with_any_content_changes_nothing(
         assert [*grad[:left], *grad[left + len(row.logprobs) :], *masked] == [0.0] * (left + right + len(masked))
     inner = [grad[left : left + len(row.logprobs)] for (left, _), row, grad in zip(pads, rows, padded.grads, strict=True)]
     assert_same(dataclasses.replace(padded, grads=inner), plain)
+
+
+@PROPERTY
+@given(seed=seeds, garbage=st.sampled_from([math.nan, math.inf, -1e30]))
+@pytest.mark.parametrize("options", [{}, {"loss_type": "ipo", "length_normalised": True}])
+def test_measures_depend_on_pairs_alone(options: dict[str, object], seed: int, garbage: float) -> None:
+    """Means over the step, whatever the micro-batches, the order and the padding."""
+    rng = random.Random(seed)
+    objective, rows = build("dpo", options), draw("dpo", rng)
+    padded = [pad(row, rng.randint(0, 3), rng.randint(0, 3), garbage) for row in rows]
+
+    def means(rows: list[ScoredRow], parts: Parts) -> dict[str, float]:
+        batches = [clean(token_batch(rows, part, [0.0] * len(rows), [0.0] * len(rows))) for part in parts]
+        found = [objective.algorithm.measures(batch) for batch in batches]
+        return {name: torch.cat([one[name] for one in found]).mean().item() for name in found[0]}
+
+    expect = means(rows, [list(range(len(rows)))])
+    for split in ([sorted(piece) for piece in deal(atoms(rows), rng.randint(1, 4), rng)], atoms(rows)):
+        assert means(padded, split) == pytest.approx(expect, abs=1e-12, rel=1e-12, nan_ok=True)
 
 
 def pad(row: ScoredRow, left: int, right: int, garbage: float) -> ScoredRow:

@@ -115,6 +115,46 @@ def test_the_reference_model_stays_where_it_began(make_policy, rows_of_groups):
     assert policy.reference is not None and not any(p.requires_grad for p in policy.reference.parameters())
 
 
+def test_evaluation_is_what_a_step_would_say_and_moves_nothing(make_policy, rows_of_groups):
+    rows = pairs(rows_of_groups([4, 4, 4, 4]))
+    whole = make_policy("dpo", rl={"micro_batch_per_replica": 16})
+    whole.train_step(rows)
+    before = weights(whole)
+    found = whole.evaluate(rows)
+    assert largest_gap(before, weights(whole)) == 0
+    for split in ({"micro_batch_per_replica": 2}, {"micro_batch_per_replica": 6, "shared_prefix": False}):
+        policy = make_policy("dpo", rl=split)
+        policy.train_step(rows)
+        assert policy.evaluate(rows) == pytest.approx(found, abs=1e-9)
+    step = whole.train_step(rows).metrics
+    assert {name: step[name] for name in found} == pytest.approx(found, abs=1e-9)
+    assert found["dpo/margin"] != 0 and set(found) >= {"loss", "dpo/accuracy"}
+
+
+def test_rows_that_nobody_sampled_have_no_ratio_to_an_engine(make_policy, rows_of_groups):
+    import dataclasses
+
+    rows = pairs(rows_of_groups([4, 4]))
+    given = [dataclasses.replace(row, rollout_logprobs=None) for row in rows]
+    sampled, result = make_policy("dpo").train_step(rows).metrics, make_policy("dpo").train_step(given).metrics
+    gone = {"policy/kl", "policy/logprob_gap", "policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"}
+    assert set(sampled) - set(result) == gone and result == {name: sampled[name] for name in result}
+
+
+def test_after_a_resume_the_reference_is_the_model_that_the_run_began_with(make_policy, rows_of_groups, tmp_path):
+    rows = pairs(rows_of_groups([4, 4, 4, 4]))
+    policy = make_policy("dpo")
+    first = weights(policy)
+    policy.train_step(rows)
+    policy.save(tmp_path / "saved")
+    resumed = make_policy("dpo")
+    resumed.load(tmp_path / "saved")
+    assert largest_gap(weights(policy), weights(resumed)) == 0 and largest_gap(first, weights(resumed)) > 1e-4
+    reference = {name: value.detach() for name, value in resumed.reference.model.named_parameters()}
+    assert largest_gap(first, reference) == 0
+    assert resumed.evaluate(rows) == policy.evaluate(rows) and resumed.evaluate(rows)["dpo/margin"] != 0
+
+
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_said(make_policy, rows_of_groups, caplog):
     import dataclasses
 

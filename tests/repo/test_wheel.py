@@ -63,7 +63,7 @@ def test_it_holds_the_five_packages_and_no_tests(wheel: Path) -> None:
 def test_it_holds_every_module_of_the_sources(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
-    sources = {str(p.relative_to(ROOT / r)) for r in roots for p in (ROOT / r).rglob("*.py")}
+    sources = {str(p.relative_to(ROOT / r)) for r in roots for kind in ("*.py", "*.jsonl") for p in (ROOT / r).rglob(kind)}
     assert sources - packed == set()
 
 
