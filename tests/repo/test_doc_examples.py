@@ -1,7 +1,7 @@
 """The Python of the pages runs as printed, block after block, in a folder with the files that the pages show.
 
 A block whose first line is `# path/to/file.py` is that file, and is imported. Trainings are one step of a tiny model; a run that
-a block reads is a run of one step.
+a block reads is a run of one step. Where neither is the case, the output that stands behind a block is what it prints.
 """
 
 from __future__ import annotations
@@ -44,18 +44,29 @@ def one_step(small: Callable[[Any], list[str]], tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(run, "train", train)
 
 
+def shown_output(page: Path) -> list[str | None]:
+    """For each Python block, what the `text` block right behind it shows."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^```python\n.*?^```\n(?:\n```text\n(.*?)^```)?", text, flags=re.DOTALL | re.MULTILINE)
+    return [output or None for output in found]
+
+
 def run_page(page: Path, ended_run: Path) -> str:
-    """Everything that the blocks of a page print."""
-    out, names = io.StringIO(), {"__name__": "page"}
-    with contextlib.redirect_stdout(out):
-        for number, block in enumerate(blocks(page), 1):
-            if file := re.match(r"# ([\w/-]+)\.py\n", block):
-                importlib.import_module(file[1].replace("/", "."))
-                continue
-            text = re.sub(r"([\"'])(?:outputs/[\w-]+|RUN)\1", repr(str(ended_run)), block)
-            text = re.sub(r"\bstep=\d+", "step=1", text)
+    """Everything that the blocks of a page print. What a page shows as output of a block is what it prints."""
+    names: dict[str, Any] = {"__name__": "page"}
+    printed = []
+    for number, (block, shown) in enumerate(zip(blocks(page), shown_output(page), strict=True), 1):
+        if file := re.match(r"# ([\w/-]+)\.py\n", block):
+            importlib.import_module(file[1].replace("/", "."))
+            continue
+        text = re.sub(r"([\"'])(?:outputs/[\w-]+|RUN)\1", repr(str(ended_run)), block)
+        text = re.sub(r"\bstep=\d+", "step=1", text)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(text, f"{page.name}, block {number}", "exec"), names)
-    return out.getvalue()
+        printed.append(out.getvalue())
+        if shown is not None and text == block and "train(" not in block:
+            assert out.getvalue().strip() == shown.strip(), f"{page.name}, block {number}"
+    return "".join(printed)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
