@@ -185,19 +185,26 @@ def _first_sentence(page: Path) -> str:
     return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":.") + "."
 
 
-def written() -> dict[Path, str]:
-    """Every generated file with what it should hold."""
-    return {DOCS / "llms.txt": llms(), **{page: regenerate(page.read_text(encoding="utf-8")) for page in pages()}}
+def files() -> list[Path]:
+    """Every file with generated parts."""
+    return [*(page for page in pages() if BLOCK.search(page.read_text(encoding="utf-8"))), DOCS / "llms.txt"]
+
+
+def current(path: Path) -> tuple[str, str]:
+    """What a file holds, and what it should hold."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return text, llms() if path.name == "llms.txt" else regenerate(text)
 
 
 def main() -> int:
     check = "--check" in sys.argv
     stale = []
-    for path, text in written().items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
+    for path in files():
+        text, wanted = current(path)
+        if text != wanted:
             stale.append(path.relative_to(DOCS))
             if not check:
-                path.write_text(text, encoding="utf-8")
+                path.write_text(wanted, encoding="utf-8")
     print("\n".join(f"{'stale' if check else 'written'}: {path}" for path in stale) or "all pages are current")
     return int(bool(stale) and check)
 

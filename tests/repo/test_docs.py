@@ -50,7 +50,8 @@ def resolves(page: Path, target: str) -> bool:
 
 
 def test_generated_parts_are_current(generate: ModuleType) -> None:
-    stale = [str(p.relative_to(ROOT)) for p, text in generate.written().items() if not p.exists() or p.read_text("utf-8") != text]
+    states = {path: generate.current(path) for path in generate.files()}
+    stale = [str(path.relative_to(ROOT)) for path, (text, wanted) in states.items() if text != wanted]
     assert not stale, f"run `python docs/_generate.py`: {stale}"
 
 
