@@ -13,6 +13,7 @@ A page holds a block between two marks; what is between them is replaced:
     <!-- generated: plugin-options envs -->  …  <!-- end -->    the options of every plug-in of a kind, one section each
     <!-- generated: other-names -->  …  <!-- end -->        keys of other trainers, and what answers them here
     <!-- generated: metrics -->  …  <!-- end -->            every metric of tracking/metric_names.py
+    <!-- generated: example first_hour/train.py -->  …  <!-- end -->    a file of docs/examples
     <!-- generated: cli train show -->  …  <!-- end -->     `--help` of commands; without a command, of the program
 
 `llms.txt` is generated from the navigation in mkdocs.yml: every page with its first sentence.
@@ -36,7 +37,7 @@ from posttrain.cli.main import COMMANDS, HELP
 from posttrain.tracking.metric_names import SECTIONS
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- generated: ([\w-]+)((?: [\w.]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+)((?: [\w./]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def error_table(*codes: str) -> str:
@@ -135,6 +136,16 @@ def metrics(*_: str) -> str:
     return "\n".join(parts)
 
 
+def example(name: str) -> str:
+    """A file of `docs/examples` as a code block; of data the first two rows."""
+    path = DOCS / "examples" / name
+    text = path.read_text(encoding="utf-8").rstrip()
+    if path.suffix == ".jsonl":
+        return "```json\n" + "\n".join(text.splitlines()[:2]) + "\n```\n"
+    title = f"# {path.name}\n" if not text.startswith(f"# {path.name}") else ""
+    return f"```python\n{title}{text}\n```\n"
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
     "errors": error_table,
     "error-list": error_list,
@@ -147,6 +158,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "plugin-options": _config_tables.plugin_options,
     "other-names": _config_tables.other_names,
     "cli": cli,
+    "example": example,
     "metrics": metrics,
 }
 
@@ -157,7 +169,7 @@ def regenerate(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return sorted(p for p in DOCS.rglob("*.md") if "examples" not in p.parts)
+    return [*sorted(p for p in DOCS.rglob("*.md") if "examples" not in p.parts), DOCS.parent / "README.md"]
 
 
 def llms() -> str:
@@ -202,7 +214,7 @@ def main() -> int:
     for path in files():
         text, wanted = current(path)
         if text != wanted:
-            stale.append(path.relative_to(DOCS))
+            stale.append(path.relative_to(DOCS.parent))
             if not check:
                 path.write_text(wanted, encoding="utf-8")
     print("\n".join(f"{'stale' if check else 'written'}: {path}" for path in stale) or "all pages are current")
