@@ -118,7 +118,7 @@ def _environment(env: Any, refs: References) -> tuple[str, dict[str, Any]]:
             fix = 'write env={"name": "countdown", "options": {…}}'
             raise ConfigError(f"env has {', '.join(map(repr, unknown)) or 'no name'}", fix=fix, where="env (call)")
         env, options = env["name"], dict(env.get("options") or {})
-    return env if isinstance(env, str) else refs.of(env, "environment"), options
+    return env if isinstance(env, str) else refs.of(env, type(env).__name__), options
 
 
 def _is_option(key: str, environment: str) -> bool:
