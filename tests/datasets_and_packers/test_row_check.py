@@ -90,10 +90,9 @@ def test_the_run_waits_for_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     class Slow(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread():
-                gate.wait(30)
-            return super().__getitem__(index)
+        def __iter__(self) -> Any:
+            gate.wait(30)
+            return super().__iter__()
 
     sampler = PromptSampler([Source("e", Slow({"id": i} for i in range(200)))], seed=0)
     checks = sampler.watch()

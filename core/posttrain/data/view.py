@@ -83,9 +83,11 @@ class View(Sequence[dict[str, Any]]):
         return self._row(self.table[place], place)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if len(self) == len(self.table):
-            return (self._row(raw, place) for place, raw in enumerate(self.table))
-        return (self[i] for i in range(len(self)))
+        if 2 * len(self) < len(self.table) or self.window is not None:
+            return (self[i] for i in range(len(self)))
+        chosen = np.zeros(len(self.table), dtype=bool)  # most rows: reading on is many times faster than jumping to each
+        chosen[self.positions] = True
+        return (self._row(raw, place) for place, raw in enumerate(self.table) if chosen[place])
 
     def requiring(self, keys: Iterable[str]) -> View:
         """The same rows, each of which must have these keys."""
