@@ -198,3 +198,61 @@ def test_the_measured_times_of_performance_are_those_of_the_benchmarks() -> None
     assert len(times) > 10 and not {time for time in times if time not in measured}
     extra = re.findall(r"^\| \d+ \| [\d.]+× \| ([\d.]+) \|$", page, flags=re.MULTILINE)
     assert len(extra) == 3 and all(f"| {value} |" in measured for value in extra)
+
+
+PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]*\b|…|\.\.\.")
+
+
+def quoted_messages(page: str) -> list[str]:
+    """What a page quotes as a message: code in a heading, the first cell of a table headed Message, outside generated blocks."""
+    found: list[str] = []
+    own = re.sub(r"<!-- generated:.*?<!-- end -->", "", text(page), flags=re.DOTALL)
+    in_table = False
+    for line in own.splitlines():
+        in_table = line.startswith("| Message ") or (in_table and line.startswith("|"))
+        if in_table and not line.startswith("| Message "):
+            found += re.findall(r"^\| `([^`]+)`", line)
+        elif re.match(r"^#{2,4} ", line):
+            found += re.findall(r"`([^`]+)`", line)
+        else:
+            found += re.findall(r"^`([^`]{25,})`:", line)
+    return found
+
+
+def templates() -> list[str]:
+    """Every string of the code, the fields of f-strings and of the catalogue as one mark."""
+    found = set()
+    for path in (p for part in ("core", "plugins", "experiments") for p in (ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.add("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(re.sub(r"\{\w+\}", "\0", node.value))
+    return sorted(found)
+
+
+def is_raised(message: str, code: list[str]) -> bool:
+    """The fixed parts of a message stand, in this order, in one string of the code."""
+    parts = [part.strip() for part in PLACEHOLDER.split(message) if len(part.strip()) > 2] or [message]
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(pattern.search(template) or pattern.search(template.replace("\0", "")) for template in code)
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "howto/custom-datapacker.md", "howto/batching.md"])
+def test_every_message_that_a_page_quotes_is_in_the_code(page: str) -> None:
+    code, quoted = templates(), quoted_messages(page)
+    assert len(quoted) >= 4
+    assert not [message for message in quoted if not is_raised(message, code)]
+
+
+def test_a_message_that_the_code_does_not_have_is_noticed() -> None:
+    assert not is_raised("waited N s for NAME to reconsider", templates())
+    assert is_raised("waited N s for NAME", templates())
+
+
+def test_the_causes_of_unscorable_rewards_are_listed() -> None:
+    section = text("troubleshooting.md").partition("### All rewards are unscorable")[2].partition("\n### ")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
+    source = (ROOT / "core/posttrain/rollout/rewards.py").read_text(encoding="utf-8")
+    known = (ast.get_docstring(ast.parse(source)) or "").partition("Causes:")[2]
+    assert listed == {name for name in re.findall(r"`(\w+)`", known) if name.islower()} | {"engine"}
