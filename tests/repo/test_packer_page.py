@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.config.load import load_config
 from posttrain.loop.batches import make_row
-from posttrain.loop.build import build_run_objective
+from posttrain.loop.prepare import build_run_objective
 from posttrain.policy.policy import Policy
 from posttrain.policy.rows import Row
 from posttrain.testing.tiny_model import write_tiny_model
