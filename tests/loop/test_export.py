@@ -194,7 +194,7 @@ def test_an_empty_folder_is_taken_and_nothing_is_overwritten(run, tmp_path):
 
 
 def test_a_failure_at_any_point_leaves_nothing(run, tmp_path, monkeypatch):
-    for part in ("_write_model", "_write_tokenizer", "_write_configs", "write_card"):
+    for part in ("_write_model", "load_tokenizer", "_write_configs", "write_card"):
         with monkeypatch.context() as patch:
             patch.setattr(exporter, part, fail)
             with pytest.raises(KeyboardInterrupt):

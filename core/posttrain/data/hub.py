@@ -16,6 +16,7 @@ from typing import Any
 from posttrain.errors import EngineStartError
 
 WHERE = "model.name_or_path"
+ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,11 @@ def known_failure(
 
 
 def model_config(name_or_path: str) -> dict[str, Any]:
-    """The model's config.json. Raises EngineStartError: `model-absent`, `model-gated`, `model-config` (not JSON)."""
+    """The model's config.json.
+
+    Raises EngineStartError: `model-absent`, `model-gated`, `model-config` (not JSON), and for what is no model that can be
+    trained: `model-adapter`, `model-gguf`, `model-quantised`.
+    """
     try:
         config = _read(name_or_path, "config.json")
         local = Path(name_or_path).expanduser()
@@ -74,9 +79,53 @@ def model_config(name_or_path: str) -> dict[str, Any]:
             raise refused from exc
         config, cause = None, f"it is neither a folder on this machine nor a name on the hub: {str(exc).splitlines()[0]}"
     if config is None:
-        absent = HUB_FAILURES[0]
-        raise EngineStartError(f"{absent.message} ({name_or_path})", cause=cause, fix=absent.fix, where=WHERE, code=absent.code)
+        raise _something_else(name_or_path) or _absent(name_or_path, cause)
+    _refuse_quantised(name_or_path, config)
+    if (Path(name_or_path).expanduser() / ADAPTER).is_file() and (adapter := _something_else(name_or_path)):
+        raise adapter
     return config
+
+
+def _absent(name_or_path: str, cause: str) -> EngineStartError:
+    absent = HUB_FAILURES[0]
+    return EngineStartError(f"{absent.message} ({name_or_path})", cause=cause, fix=absent.fix, where=WHERE, code=absent.code)
+
+
+def _something_else(name_or_path: str) -> EngineStartError | None:
+    """What a folder (or a file) holds in the place of a model: an adapter, or weights as one GGUF file; None: neither."""
+    path = Path(name_or_path).expanduser()
+    if (path / ADAPTER).is_file():
+        base = (_read(name_or_path, ADAPTER) or {}).get("base_model_name_or_path") or "its base model"
+        return EngineStartError(
+            f"{name_or_path!r} holds a LoRA adapter, not a model",
+            cause=f"it has {ADAPTER}: weights to be added to those of {base}",
+            fix="merge it once, and name the merged folder: model = AutoPeftModelForCausalLM.from_pretrained(FOLDER); "
+            "model.merge_and_unload().save_pretrained(OUT); the tokenizer's save_pretrained(OUT) too",
+            where=WHERE, code="model-adapter",
+        )  # fmt: skip
+    if files := sorted(path.glob("*.gguf")) or [file for file in (path,) if file.suffix == ".gguf"]:
+        return EngineStartError(
+            f"{name_or_path!r} holds GGUF weights, not a Hugging Face model",
+            cause=f"{files[0].name} is one file of quantised weights; there is no config.json beside it",
+            fix="name the model that it was made from; or unpack it once: AutoModelForCausalLM.from_pretrained(FOLDER, "
+            f"gguf_file={files[0].name!r}).save_pretrained(OUT), and AutoTokenizer likewise",
+            where=WHERE, code="model-gguf",
+        )  # fmt: skip
+    return None
+
+
+def _refuse_quantised(name_or_path: str, config: dict[str, Any]) -> None:
+    """Quantised weights have no gradient, and a publication of them has other names and shapes than an engine loads."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+    raise EngineStartError(
+        f"the model {name_or_path!r} is quantised ({method}), and quantised weights cannot be trained",
+        cause="its config.json has a quantization_config",
+        fix="name the unquantised model that it was made from",
+        where=WHERE, code="model-quantised",
+    )  # fmt: skip
 
 
 def generation_config(name_or_path: str) -> dict[str, Any]:
@@ -96,9 +145,22 @@ def eos_token_ids(name_or_path: str, tokenizer: Any = None) -> tuple[int, ...]:
     found: list[int] = []
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
+    if (own := getattr(tokenizer, "eos_token_id", None)) is not None:
+        found.append(own)
     return tuple(dict.fromkeys(int(i) for i in found))
+
+
+def stop_token_ids(name_or_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """`eos_token_ids`, of which there must be one. Raises EngineStartError `no-eos`, and as `model_config` does."""
+    found = eos_token_ids(name_or_path, tokenizer)
+    if not found:
+        raise EngineStartError(
+            f"no token ends a completion of {name_or_path!r}",
+            cause="neither generation_config.json, config.json nor the tokenizer names an EOS: every completion would be cut off",
+            fix='write {"eos_token_id": ID} into generation_config.json of the model folder; or set rollout.ignore_eos=true',
+            where=WHERE, code="no-eos",
+        )  # fmt: skip
+    return found
 
 
 def _read(name_or_path: str, filename: str) -> dict[str, Any] | None:
@@ -113,7 +175,7 @@ def _read(name_or_path: str, filename: str) -> dict[str, Any] | None:
         return None
     try:
         return dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except ValueError as exc:
+    except (ValueError, TypeError) as exc:
         fix = "fetch or write the model folder again"
         raise EngineStartError(f"{path} is not valid JSON", cause=str(exc), fix=fix, where=WHERE, code="model-config") from exc
 

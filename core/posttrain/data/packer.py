@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from posttrain.data.environment import ChatOrText, Prompt
 from posttrain.data.hub import eos_token_ids as eos_token_ids
 from posttrain.data.hub import model_config
+from posttrain.data.hub import stop_token_ids as stop_token_ids
 from posttrain.data.special_tokens import SpecialTokens
 from posttrain.errors import PackerError, error
 from posttrain.types import Message, Trajectory
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from posttrain.data.preference import Pair, PairIds, Truncate
 
 TEXT_PACKER, PAIR_PACKER = "decoder_only", "preference"
+_TOKENIZER_FIX = (
+    "copy tokenizer.json and tokenizer_config.json of the same model into the folder, beside config.json: a fine-tuned model "
+    "has those of its base model"
+)
 _TEMPLATE_FIX = "set model.chat_template to a Jinja template or to the path of a file that holds one"
 
 
@@ -61,7 +66,7 @@ class DataPacker(ABC):
             raise error("E14")
         tokenizer = load_tokenizer(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
         self.name_or_path, self.tokenizer = name_or_path, tokenizer
-        self.special_tokens = SpecialTokens.probe(tokenizer, eos_token_ids(name_or_path))
+        self.special_tokens = SpecialTokens.probe(tokenizer, eos_token_ids(name_or_path, tokenizer))
         return self
 
     @property
@@ -152,8 +157,15 @@ def load_tokenizer(name_or_path: str, *, chat_template: str | None = None, trust
         raise PackerError(
             f"the tokenizer of {name_or_path!r} cannot be loaded",
             cause=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no message'}",
-            fix="check model.name_or_path: a folder needs tokenizer.json or tokenizer_config.json beside config.json",
+            fix=_TOKENIZER_FIX, where="model.name_or_path",
         ) from exc
+    if len(tokenizer) < 32 and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # Some classes are content without their files, and turn every text into nothing.
+        raise PackerError(
+            f"the tokenizer of {name_or_path!r} has an empty vocabulary",
+            cause="the model folder brings no tokenizer files",
+            fix=_TOKENIZER_FIX, where="model.name_or_path",
+        )
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer

@@ -61,8 +61,9 @@ def export(
     source = _base_model(chosen, path, say)
     with _aside(folder) as aside:
         wanted = _write_model(found, chosen, source, dtype, aside)
-        _write_tokenizer(chosen, source, aside)
-        _write_configs(source, wanted, aside)
+        tokenizer = load_tokenizer(source, chat_template=chosen.chat_template, trust_remote_code=chosen.trust_remote_code)
+        tokenizer.save_pretrained(aside)
+        _write_configs(source, wanted, eos_token_ids(source, tokenizer), aside)
         write_card(aside, path, found, chosen, wanted)
         if chosen.trust_remote_code:
             for code in Path(source).glob("*.py"):
@@ -214,12 +215,7 @@ def refuse_without_room(folder: Path, needed: int) -> None:
         )
 
 
-def _write_tokenizer(chosen: ModelConfig, source: str, aside: Path) -> None:
-    """The tokenizer's files and the chat template in force."""
-    load_tokenizer(source, chat_template=chosen.chat_template, trust_remote_code=chosen.trust_remote_code).save_pretrained(aside)
-
-
-def _write_configs(source: str, dtype: str, aside: Path) -> None:
+def _write_configs(source: str, dtype: str, stop: tuple[int, ...], aside: Path) -> None:
     """The base model's own config.json with the new dtype, and its generation config with every id that ended a completion.
 
     What transformers wrote in their place holds the same in the words of its own version, which an older one misreads.
@@ -227,7 +223,7 @@ def _write_configs(source: str, dtype: str, aside: Path) -> None:
     config = model_config(source)
     _write_json(aside / "config.json", _with_dtype(config, dtype) | {_dtype_key(config): dtype})
     generation = generation_config(source) or {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
-    _write_json(aside / "generation_config.json", generation | {"eos_token_id": list(eos_token_ids(source))})
+    _write_json(aside / "generation_config.json", generation | ({"eos_token_id": list(stop)} if stop else {}))
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

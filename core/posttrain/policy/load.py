@@ -35,6 +35,7 @@ def load_causal_lm(
     except Exception as exc:
         raise explain_failure(path, config, exc) from exc
     _refuse_incomplete(path, report)
+    _refuse_not_causal(path, model)
     if drops_terms(model.config, attn_implementation):
         model.set_attn_implementation("eager")
     return model.eval()
@@ -78,6 +79,18 @@ def _refuse_incomplete(path: str, report: Any) -> None:
         log.warning("%s holds %d tensor(s) that the model does not use: %s", path, len(unused), ", ".join(unused[:3]))
 
 
+def _refuse_not_causal(path: str, model: Any) -> None:
+    """transformers builds a language model with a head from an encoder too; its tokens would see what comes after them."""
+    seeing = [name for name, module in model.named_modules() if getattr(module, "is_causal", None) is False]
+    if seeing:
+        raise EngineStartError(
+            f"model_type={model.config.model_type!r} is no causal language model",
+            cause=f"{len(seeing)} attention layer(s) of {path!r} see the tokens to come ({seeing[0]})",
+            fix="choose a decoder-only model in model.name_or_path",
+            where=WHERE, code="architecture",
+        )  # fmt: skip
+
+
 def explain_failure(path: str, config: dict[str, Any], exc: Exception) -> Exception:
     """What transformers failed with, as the error that says which of the documented causes it is. For policies and engines."""
     import transformers
@@ -93,6 +106,9 @@ def explain_failure(path: str, config: dict[str, Any], exc: Exception) -> Except
         return refused
     if "does not appear to have a file named" in text or "no file named" in text.lower():
         return start_error(f"{name} has no weights", "weights-absent", "fetch the *.safetensors files into the model folder")
+    if type(exc).__name__.startswith("StrictDataclass"):
+        fix = "correct that value, or fetch the model's config.json again"
+        return start_error(f"config.json of {path!r} has a value that cannot be", "model-config", fix, " ".join(text.split()))
     if "trust_remote_code" in text:
         return ConfigError(f"{name} brings its own code", cause=cause, fix="read it, then set model.trust_remote_code=true")
     if "attn_implementation" in text or "does not support an attention" in text:
