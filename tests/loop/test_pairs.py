@@ -110,7 +110,7 @@ def test_a_row_that_is_no_pair_is_refused_with_its_file_and_line(tmp_path: Any) 
     with pytest.raises(DataError, match="row '3' of environment 'preference' is not a preference pair") as caught:
         check_pairs([Source("preference", of_file.dataset("train"))], [], {"preference": of_file})
     assert "pairs.jsonl:3" in caught.value.where and "do not begin alike" in caught.value.cause
-    assert caught.value.anchor == "guides/dpo.md#3-the-data"
+    assert caught.value.anchor == "guides/dpo.md#the-data-it-needs"
 
 
 def test_what_is_useless_or_shared_is_said_before_anything_starts() -> None:

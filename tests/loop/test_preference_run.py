@@ -1,4 +1,7 @@
-"""The whole loop on preference pairs: no engine, a margin that rises, a resume to the bit that keeps the first reference."""
+"""The whole loop on preference pairs: no engine, a margin that rises, a resume to the bit that keeps the first reference.
+
+The model is hardly warmed up and cannot add, so the pairs here are easier than the recipe's: a number is better than a word.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,17 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One root for all runs, so that the model is made once."""
-    return tmp_path_factory.mktemp("outputs")
+    """One root for all runs, so that the model is made once; the pairs are beside them."""
+    out = tmp_path_factory.mktemp("outputs")
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "none"} for a in range(10) for b in range(10)]
+    (out / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return out
 
 
 def start(root: Path, *overrides: str, resume: Path | None = None) -> Any:
     if resume is None:
-        return train(load_config([*SMALL, *overrides]), run_dir=root)
+        data = f"environments=[{{name: preference, options: {{data: {root}/pairs.jsonl, test_size: 16}}}}]"
+        return train(load_config([*SMALL, data, *overrides]), run_dir=root)
     return train(load_config(list(overrides), config_file=resume / "config.yaml"), resume=resume)
 
 
@@ -125,12 +132,12 @@ def test_validation_moves_no_weight(root: Path, whole: Any) -> None:
 
 
 def test_a_bad_row_ends_the_run_before_a_model_is_made(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
+    file = tmp_path / "bad.jsonl"
     file.write_text('{"chosen": "a", "rejected": "a"}\n{"chosen": "blue", "rejected": "green"}\n')
     data = f"environments=[{{name: preference, options: {{data: {file}, test_size: 0}}}}]"
     with pytest.raises(DataError, match="is not a preference pair") as caught:
         start(tmp_path / "outputs", data)
-    assert "pairs.jsonl:2" in str(caught.value) and caught.value.exit_code == 3
+    assert "bad.jsonl:2" in str(caught.value) and caught.value.exit_code == 3
     assert not list((tmp_path / "outputs").glob("models/*"))
 
 
@@ -140,9 +147,14 @@ def test_chat_pairs_train_through_the_template(root: Path, tmp_path: Path) -> No
     row = {"chosen": [ask, {"role": "assistant", "content": "2"}], "rejected": [ask, {"role": "assistant", "content": "3"}]}
     file.write_text("\n".join(json.dumps(row) for _ in range(4)))
     data = f"environments=[{{name: preference, options: {{data: {file}, test_size: 0}}}}]"
-    run = start(root, data, "rl.steps=3", "rl.batch_per_replica=4", "validation.prompts=0").run
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + ':' + m.content + '<eos>' }}{% endfor %}"
+                        "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+    short = ["rl.steps=3", "rl.batch_per_replica=4", "validation.prompts=0", f"model.chat_template={template}"]
+    run = start(root, data, *short).run
     rows = read_rollouts(run, 1)
-    assert (rows[0]["prompt"], rows[0]["completion"], rows[1]["completion"]) == ("u:1+1=\na:", "2", "3")
+    assert (rows[0]["prompt"], rows[0]["completion"], rows[1]["completion"]) == ("user:1+1=assistant:", "2", "3")
+    assert [row["token_ids"].count(1) for row in rows[:2]] == [1, 1] and rows[0]["token_ids"][-1] == 1
     assert read_metrics(run)[-1]["dpo/margin"] > 0
 
 

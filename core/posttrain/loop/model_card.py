@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metric_names import score_of
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.run_dir import saved_config
 from posttrain.tracking.text import number
@@ -79,11 +79,13 @@ def card(run: Path, found: Checkpoint, model: ModelConfig, dtype: str) -> str:
 
 
 def _results(run: Path, step: int) -> str:
-    """Rewards before and after, up to the step of the checkpoint."""
-    held_out = [(row["step"], row[HELD_OUT]) for row in read_validation(run) if row.get(HELD_OUT) is not None]
-    rewards = [(row["step"], row["reward/mean"]) for row in read_metrics(run) if row.get("reward/mean") is not None]
+    """The run's score before and after, up to the step of the checkpoint."""
+    validations, metrics = read_validation(run), read_metrics(run)
+    score = score_of(*validations[:1], *metrics[:1])
+    held_out = [(row["step"], row[score.held_out]) for row in validations if row.get(score.held_out) is not None]
+    trained = [(row["step"], row[score.trained]) for row in metrics if row.get(score.trained) is not None]
     rows = []
-    for name, values in (("reward on held-out prompts", held_out), ("reward in training", rewards)):
+    for name, values in ((f"{score.name} on held-out prompts", held_out), (f"{score.name} in training", trained)):
         if values := [(at, value) for at, value in values if at <= step]:
             (first, before), (last, after) = values[0], values[-1]
             rows.append((name, f"{number(before)} (step {first})", f"{number(after)} (step {last})"))

@@ -88,7 +88,7 @@ def read_pair(env: PreferenceEnvironment, draw: Draw, where: str = "") -> Pair:
             cause=str(exc) if isinstance(exc, ValueError) else f"pair raised {type(exc).__name__}: {exc}",
             fix='give it "prompt", "chosen" and "rejected" (options.columns renames), in one of the forms of the page',
             where=where,
-            anchor="guides/dpo.md#3-the-data",
+            anchor="guides/dpo.md#the-data-it-needs",
             code="not-a-pair",
         ) from exc
 
