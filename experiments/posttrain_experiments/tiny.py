@@ -4,17 +4,18 @@
 
 The model starts as somebody who can add and is careless: supervised training first on right sums, then on sums that are
 mostly one too large. It then has something to sample from, and reinforcement learning has something to teach. The warm-up is
-counted in steps, not in seconds, and sees only the train split of the environment, so it is the same everywhere.
+counted in steps, not in seconds, and sees only the train split of the environment, so it is the same everywhere. `make` does
+the same for any task that comes with right and careless answers.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,11 @@ CHAT_TEMPLATE = (  # a message alone is its bare text, which is how the model wa
     "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ '<eos>' }}"
     "{% elif not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-SLIPS = (0, 1)
 SLIP_SHARES = (0.3, 0.7)
-"""How often a sum of the second phase is right, and one too large."""
+"""How often an answer of the second phase is right, and careless."""
+
+Lesson: TypeAlias = tuple[str, str, str]
+"""What is asked, the right answer, and a careless one."""
 
 
 def build(
@@ -45,12 +48,32 @@ def build(
     lr: float = 3e-3,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write the model to `out` as a Hugging Face folder (config, weights, tokenizer).
+    """Write a model that adds carelessly to `out`. environment: options of `arithmetic`; the rest as in `make`."""
+    rows = Arithmetic(Arithmetic.Options(**(environment or {}))).dataset("train")
+    lessons = [(f"{row['problem']}=", row["answer"], str(int(row["answer"]) + 1)) for row in rows]
+    make(
+        out, lessons, seed=seed, hidden_size=hidden_size, layers=layers, steps=steps, slip_steps=slip_steps, batch=batch, lr=lr,
+        say=say,
+    )  # fmt: skip
 
-    environment   options of the `arithmetic` environment whose train split it is warmed up on
-    steps, slip_steps   optimizer steps on right sums, and on sums that are mostly one too large
+
+def make(
+    out: Path,
+    lessons: Sequence[Lesson],
+    *,
+    seed: int,
+    hidden_size: int,
+    layers: int,
+    steps: int,
+    slip_steps: int,
+    batch: int,
+    lr: float,
+    say: Callable[[str], None],
+) -> None:
+    """Write a model that was warmed up on `lessons` to `out` as a Hugging Face folder (config, weights, tokenizer).
+
+    steps, slip_steps   optimizer steps on right answers, and on answers that are mostly careless
     """
-    env = Arithmetic(Arithmetic.Options(**(environment or {})))
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,7 +81,7 @@ def build(
     count = sum(p.numel() for p in model.parameters())
     say(f"tiny model: {count / 1e6:.2f}M parameters, warm-up of {steps} + {slip_steps} steps, seed {seed}")
     with one_thread():
-        warm_up(model, tokenizer, env, steps=steps, slip_steps=slip_steps, batch=batch, lr=lr, seed=seed, say=say)
+        warm_up(model, tokenizer, lessons, steps=steps, slip_steps=slip_steps, batch=batch, lr=lr, seed=seed, say=say)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -110,11 +133,11 @@ def build_model(vocabulary: int, hidden_size: int, layers: int) -> Any:
 
 
 def warm_up(
-    model: Any, tokenizer: Any, env: Arithmetic, *, steps: int, slip_steps: int, batch: int, lr: float, seed: int,
+    model: Any, tokenizer: Any, lessons: Sequence[Lesson], *, steps: int, slip_steps: int, batch: int, lr: float, seed: int,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Supervised training of `model` in place, on right sums and then on careless ones."""
-    ids, mask = encode(tokenizer, [(f"{row['problem']}=", int(row["answer"])) for row in env.dataset("train")])
+    """Supervised training of `model` in place, on right answers and then on careless ones."""
+    ids, mask = encode(tokenizer, lessons)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.1)
     began, total = time.perf_counter(), steps + slip_steps
@@ -132,9 +155,9 @@ def warm_up(
             say(f"  warm-up step {step}/{total}  loss {loss.item():.3f}  {time.perf_counter() - began:.1f} s")
 
 
-def encode(tokenizer: Any, problems: list[tuple[str, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and answer masks `[slips, problems, L]` of every problem with every slip."""
-    texts = [(ask, str(answer + slip)) for slip in SLIPS for ask, answer in problems]
+def encode(tokenizer: Any, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and answer masks `[2, lessons, L]`: first with the right answers, then with the careless ones."""
+    texts = [(lesson[0], lesson[which]) for which in (1, 2) for lesson in lessons]
     pairs = [(tokenizer(ask)["input_ids"], [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]) for ask, answer in texts]
     width = max(len(ask) + len(answer) for ask, answer in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.int64)
@@ -142,7 +165,7 @@ def encode(tokenizer: Any, problems: list[tuple[str, int]]) -> tuple[torch.Tenso
     for row, (ask, answer) in enumerate(pairs):
         ids[row, : len(ask) + len(answer)] = torch.tensor(ask + answer)
         mask[row, len(ask) : len(ask) + len(answer)] = True
-    shape = (len(SLIPS), len(problems), width)
+    shape = (2, len(lessons), width)
     return ids.view(shape), mask.view(shape)
 
 

@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_weights_and_prints_its_progress(folder: Pa
 
 def test_the_warm_up_teaches_the_answer_and_mostly_a_wrong_one() -> None:
     tokenizer = tiny.build_tokenizer()
-    ids, mask = tiny.encode(tokenizer, [("9+9=", 18), ("1+0=", 1)])
+    ids, mask = tiny.encode(tokenizer, [("9+9=", "18", "19"), ("1+0=", "1", "2")])
     answers = [tokenizer.decode(ids[slip, row][mask[slip, row]]) for slip in (0, 1) for row in (0, 1)]
     assert answers == ["18<eos>", "1<eos>", "19<eos>", "2<eos>"]
     assert tokenizer.decode(ids[0, 0][~mask[0, 0]]) == "9+9=" and tiny.SLIP_SHARES[1] > 0.5

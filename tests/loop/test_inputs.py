@@ -5,7 +5,7 @@ import pytest
 from posttrain.config.load import load_config
 from posttrain.data.dataset import PromptSampler, Source
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.build import build_environments
+from posttrain.loop.prepare import build_environments
 from posttrain.loop.validation import held_out_draws, refuse_held_out
 
 ENV = """

@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "posttrain.cli.train",
     "show": "posttrain.cli.show",
     "diff": "posttrain.cli.diff",
+    "compare": "posttrain.cli.compare",
     "export": "posttrain.cli.export",
     "plugins": "posttrain.cli.plugins",
     "experiments": "posttrain.cli.experiments",
@@ -35,6 +36,7 @@ look
   posttrain show RUN [--step N]                     sample rollouts with rewards and advantages
   posttrain export RUN OUT [--step N]               a Hugging Face folder from a checkpoint
   posttrain diff A B                                what tells two runs apart, and what they came to
+  posttrain compare RUN ... [--plot OUT.png]        one line for each setting of a sweep
   posttrain experiments list                        what experiment= can name
   posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports
   posttrain plugins doctor [NAME]                   import each plug-in and say what is wrong with it

@@ -19,6 +19,7 @@ examples:
   posttrain train experiment=arithmetic_grpo rl.steps=20 rl.optimizer.lr=1e-5 rl.objective.clip_high=0.3
   posttrain train --config my.yaml seed=1
   posttrain train experiment=arithmetic_grpo --cfg job > my.yaml
+  posttrain train --config my.yaml --dry-run
   posttrain train --multirun experiment=arithmetic_grpo seed=1,2,3
   posttrain train --resume outputs/arithmetic_grpo-20260101-120000
 
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--multirun", "-m", action="store_true", help="one run for each combination of comma-separated values")
     where = made.add_argument_group("where and how")
     where.add_argument("--run", metavar="DIR", help="folder for new runs (default: $POSTTRAIN_OUTPUT_ROOT, else ./outputs)")
+    where.add_argument("--dry-run", action="store_true", help="check all that needs no weights, show a prompt, and stop")
     where.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
     where.add_argument("--traceback", action="store_true", help="show where an error came from")
     return made
@@ -57,8 +59,16 @@ def run(args: argparse.Namespace) -> int:
         from posttrain.cli.multirun import multirun
 
         _refuse_together(args, "--multirun", ("resume", "cfg"))
-        return multirun(args.overrides, config_file=args.config, root=args.run)
+        flags = ["--dry-run"] if args.dry_run else []
+        return multirun(args.overrides, config_file=args.config, root=args.run, flags=flags)
+    if args.dry_run:
+        _refuse_together(args, "--dry-run", ("resume", "cfg"))
     loaded = load(args)
+    if args.dry_run:
+        from posttrain.loop.dry_run import dry_run
+
+        print("\n".join(dry_run(loaded, root=args.run)))
+        return EXIT_OK
     if args.cfg:
         print(loaded.yaml(), end="")
         for note in loaded.notes:

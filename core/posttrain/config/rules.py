@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from posttrain.config.bounds import check_bounds
 from posttrain.config.schema import MISSING, NO_ENGINE, RunConfig
 from posttrain.config.walker import Problem
+
+if TYPE_CHECKING:
+    from posttrain.placement.batch import BatchPlan
 
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
 
@@ -75,17 +78,22 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _batch(config: RunConfig) -> Iterable[Problem]:
-    from posttrain.placement.batch import BatchPlan, check_batch
+def batch_plan(config: RunConfig) -> BatchPlan:
+    """How the batches of a run are cut."""
+    from posttrain.placement.batch import BatchPlan
     from posttrain.placement.grid import resolve_grid
 
     rl, grid = config.rl, resolve_grid(config.grid)
-    if min(grid.rollout[0], grid.dp_world) < 1:
-        return []  # the grid's own rule tells
-    plan = BatchPlan(
+    return BatchPlan(
         rl.batch_per_replica, rl.group_size, rl.mini_batch_per_replica, rl.micro_batch_per_replica, grid.rollout[0], grid.dp_world
     )
-    return check_batch(plan)
+
+
+def _batch(config: RunConfig) -> Iterable[Problem]:
+    from posttrain.placement.batch import check_batch
+
+    plan = batch_plan(config)
+    return check_batch(plan) if min(plan.rollout_replicas, plan.dp_world) >= 1 else []  # the grid's own rule tells
 
 
 def _grid(config: RunConfig) -> Iterable[Problem]:

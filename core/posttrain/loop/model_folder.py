@@ -19,18 +19,17 @@ from typing import Any
 from posttrain.config.schema import ModelConfig
 from posttrain.errors import ConfigError, EngineStartError
 from posttrain.plugins.resolution import import_target, target_of
+from posttrain.tracking.run_dir import models_root
 
 
 def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = print) -> str:
-    """The path (or hub name) of the model. Builds it under `root/models` when `model.factory` is set."""
+    """The path (or hub name) of the model. Builds it under `models_root(root)` when `model.factory` is set."""
     if config.factory is None:
         return config.name_or_path
-    build = import_dotted(config.factory, "model.factory")
-    out = root / "models" / f"{build.__module__.rsplit('.', 1)[-1]}-{_fingerprint(build, config.factory_kwargs)}"
+    build, out = _factory(config, root)
     if (out / "config.json").is_file():
         say(f"model: {out} (made by {config.factory} in an earlier run)")
         return str(out)
-    _check_arguments(build, config)
     say(f"model: making {out} with {config.factory}")
     aside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -47,6 +46,22 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return str(out)
+
+
+def made_folder(config: ModelConfig, root: Path) -> str | None:
+    """As `model_folder`, but nothing is made: None when the factory, which is checked, has not made its model yet."""
+    if config.factory is None:
+        return config.name_or_path
+    _, out = _factory(config, root)
+    return str(out) if (out / "config.json").is_file() else None
+
+
+def _factory(config: ModelConfig, root: Path) -> tuple[Callable[..., Any], Path]:
+    """The factory, its arguments checked, and the folder of the model that it makes."""
+    assert config.factory is not None
+    build = import_dotted(config.factory, "model.factory")
+    _check_arguments(build, config)
+    return build, models_root(root) / f"{build.__module__.rsplit('.', 1)[-1]}-{_fingerprint(build, config.factory_kwargs)}"
 
 
 def _say(build: Callable[..., Any], say: Callable[[str], None]) -> dict[str, Any]:

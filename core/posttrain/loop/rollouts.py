@@ -70,16 +70,7 @@ class Rollouts:
 
     def _prompt(self, draw: Draw) -> dict[str, Any]:
         """The engine's input for a draw, with the prompt it was made of and the messages that it opens."""
-        prompt = ask(self.environments[draw.env], draw)
-        item = engine_input(self.packer, prompt)
-        room = self.max_model_len - len(item["prompt_ids"])
-        if room < 1:
-            raise DataError(
-                f"prompt {draw.row_id!r} of environment {draw.env!r} has {len(item['prompt_ids'])} tokens",
-                cause=f"rollout.max_model_len={self.max_model_len} leaves no room for a completion",
-                fix="raise rollout.max_model_len, or filter long prompts from the dataset",
-            )
-        return {**item, "prompt": prompt, "messages": as_messages(prompt), "room": room}
+        return prompt_input(self.environments[draw.env], self.packer, draw, self.max_model_len)
 
     def _request(self, draw: Draw, item: dict[str, Any], n: int, sampling: Sampling, purpose: str) -> Request:
         seed = derive_seed(self.seed, purpose, draw.index, draw.row_id)
@@ -117,6 +108,23 @@ class Rollouts:
         trajectory.reward_parts = dict(reward.parts)
         trajectory.info.update(reward.info)
         return trajectory
+
+
+def prompt_input(env: Environment, packer: DataPacker, draw: Draw, max_model_len: int) -> dict[str, Any]:
+    """The engine's input for a draw, with its `prompt`, the `messages` that it opens, and the `room` left for a completion.
+
+    Raises DataError for a row that cannot be asked about, or whose prompt leaves no room.
+    """
+    prompt = ask(env, draw)
+    item = engine_input(packer, prompt)
+    room = max_model_len - len(item["prompt_ids"])
+    if room < 1:
+        raise DataError(
+            f"prompt {draw.row_id!r} of environment {draw.env!r} has {len(item['prompt_ids'])} tokens",
+            cause=f"rollout.max_model_len={max_model_len} leaves no room for a completion",
+            fix="raise rollout.max_model_len, or filter long prompts from the dataset",
+        )
+    return {**item, "prompt": prompt, "messages": as_messages(prompt), "room": room}
 
 
 def ask(env: Environment, draw: Draw) -> Prompt:

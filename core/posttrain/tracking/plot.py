@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
 from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import read_metrics, read_validation
+
+if TYPE_CHECKING:
+    from posttrain.tracking.comparison import Comparison, Row
 
 
 def plot(run: str | Path, out: str | Path, title: str = "") -> None:
@@ -24,11 +28,7 @@ def plot(run: str | Path, out: str | Path, title: str = "") -> None:
     held_out = [r for r in read_validation(folder) if r.get(HELD_OUT) is not None]
     if not rows and not held_out:
         raise ConfigError(f"no rewards to draw in {run}", fix="give a run directory that has done at least one batch step")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as exc:
-        raise ConfigError("drawing needs matplotlib", cause=str(exc), fix="pip install 'posttrain[plot]'") from exc
-    figure = Figure(figsize=(7.2, 4.0), dpi=150, layout="constrained")
+    figure = _figure(7.2, 4.0)
     _draw(figure.subplots(), rows, held_out, title or folder.name)
     figure.savefig(out)
 
@@ -48,6 +48,57 @@ def _draw(axes: Any, rows: list[dict[str, Any]], held_out: list[dict[str, Any]],
     axes.set(xlabel="batch step", ylabel="reward", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="best", frameon=False)
+
+
+def plot_comparison(comparison: Comparison, out: str | Path, title: str = "") -> None:
+    """Draw the curves of a comparison into `out`: a panel for each row, its own curve dark among the pale ones of the others.
+
+    Curves that lie on each other, as those of a sweep do, cannot be told apart in one panel, least of all without colours.
+    The band is the range over seeds. Raises ConfigError when matplotlib is absent.
+    """
+    rows = [row for row in comparison.rows if row.curve]
+    columns = min(len(rows), 3)
+    lines = math.ceil(len(rows) / columns)
+    figure = _figure(1.0 + 2.4 * columns, 0.9 + 1.9 * lines)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    for panel, row in zip(panels.flat, rows, strict=False):
+        for other in rows:
+            panel.plot([step for step, _ in other.curve], _means(other), color="0.82", linewidth=0.9)
+        _highlight(panel, row)
+    for panel in panels.flat[len(rows) :]:
+        panel.set_axis_off()
+    figure.suptitle(title or comparison.metric, fontsize=11)
+    figure.supxlabel("batch step", fontsize=9)
+    if title:
+        figure.supylabel(comparison.metric, fontsize=9)
+    figure.savefig(out)
+
+
+def _highlight(panel: Any, row: Row) -> None:
+    steps, means = [step for step, _ in row.curve], _means(row)
+    low, high = ([pick(values) for _, values in row.curve] for pick in (min, max))
+    panel.fill_between(steps, low, high, color="tab:blue", alpha=0.25, linewidth=0)
+    panel.plot(steps, means, color="tab:blue", linewidth=2.0)
+    panel.plot(steps[-1:], means[-1:], "o", color="tab:blue", markersize=4)
+    panel.annotate(
+        f"{means[-1]:.2f}", (steps[-1], means[-1]), xytext=(0, -7), textcoords="offset points", ha="right", va="top", fontsize=8
+    )
+    panel.set_title(row.name, fontsize=9, loc="left", fontweight="bold")
+    panel.tick_params(labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.2)
+
+
+def _means(row: Row) -> list[float]:
+    return [statistics.fmean(values) for _, values in row.curve]
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as exc:
+        raise ConfigError("drawing needs matplotlib", cause=str(exc), fix="pip install 'posttrain[plot]'") from exc
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def main() -> None:

@@ -9,7 +9,8 @@
         checkpoints/  ledger.jsonl                       written by the loop
         run.lock                                         held while a process writes here
 
-The root is `--run`, else `POSTTRAIN_OUTPUT_ROOT`, else `IMAGINAIRE_OUTPUT_ROOT`, else `./outputs`.
+The root is `--run`, else `POSTTRAIN_OUTPUT_ROOT`, else `IMAGINAIRE_OUTPUT_ROOT`, else `./outputs`. Models that are made by code
+lie beside the runs in `models/`, or in `POSTTRAIN_MODELS`.
 Two runs never share a directory: creation is exclusive, and a lock is held while the run goes on.
 """
 
@@ -32,6 +33,7 @@ from posttrain.tracking.lock import RunLock
 ROOT_VARIABLES = ("POSTTRAIN_OUTPUT_ROOT", "IMAGINAIRE_OUTPUT_ROOT")
 RESUMED = "resume command line"
 """The origin of a value that was changed on the command line of a resume."""
+MODELS_VARIABLE = "POSTTRAIN_MODELS"
 CHECKPOINT = re.compile(r"step_(\d+)")
 
 
@@ -39,6 +41,12 @@ def output_root(flag: str | Path | None = None) -> Path:
     """Where new runs go: the flag, else the environment, else ./outputs."""
     chosen = flag or next((os.environ[v] for v in ROOT_VARIABLES if os.environ.get(v)), None) or "outputs"
     return Path(chosen).expanduser().absolute()
+
+
+def models_root(root: Path) -> Path:
+    """Where models lie that `model.factory` makes: `$POSTTRAIN_MODELS`, else `models` in the folder for runs."""
+    chosen = os.environ.get(MODELS_VARIABLE)
+    return Path(chosen).expanduser().absolute() if chosen else root / "models"
 
 
 def saved_config(run: Path) -> dict[str, Any]:
@@ -109,14 +117,7 @@ class RunDir:
                 base.mkdir(parents=True, exist_ok=True)
                 return cls(_make_unique(base, stem))
         except (PermissionError, FileExistsError, NotADirectoryError) as exc:
-            raise ConfigError(
-                f"cannot create a run directory under {base}",
-                cause=f"{type(exc).__name__}: {exc.strerror}",
-                fix=f"give a folder that you may write to: --run FOLDER, or set {ROOT_VARIABLES[0]}",
-                where=str(base),
-                anchor="troubleshooting.md#cannot-create-a-run-directory",
-                code="output_root",
-            ) from exc
+            raise unwritable(base, f"{type(exc).__name__}: {exc.strerror}") from exc
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
@@ -189,6 +190,18 @@ class RunDir:
         if exc is not None:
             exc.run_dir = self.path  # type: ignore[attr-defined]  # the command line names the run and how to go on
         self.close()
+
+
+def unwritable(folder: Path, cause: str) -> ConfigError:
+    """The error of a folder for runs in which none can be made."""
+    return ConfigError(
+        f"cannot create a run directory under {folder}",
+        cause=cause,
+        fix=f"give a folder that you may write to: --run FOLDER, or set {ROOT_VARIABLES[0]}",
+        where=str(folder),
+        anchor="troubleshooting.md#cannot-create-a-run-directory",
+        code="output_root",
+    )
 
 
 def _make_unique(base: Path, stem: str) -> Path:

@@ -1,0 +1,108 @@
+"""`posttrain compare RUN … [--plot OUT.png]`: one line for each setting of a sweep."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.cli.main import Parser
+from posttrain.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from posttrain.tracking.comparison import Comparison, Row
+
+EPILOG = """\
+Runs that differ in nothing but the seed are one row: mean ± standard deviation over the seeds.
+
+examples:
+  posttrain compare multirun/2026-01-01/12-00-00
+  posttrain compare outputs/first-run outputs/second-run --metric reward/mean --plot rewards.png
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    from posttrain.tracking.metric_names import HELD_OUT
+
+    made = Parser(
+        prog="posttrain compare",
+        description="One line for each setting of a sweep: the metric before and after.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or folders of them")
+    made.add_argument("--metric", default=HELD_OUT, help="what to compare (default: %(default)s)")
+    made.add_argument("--plot", metavar="OUT.png", help="draw the curves, too (needs posttrain[plot])")
+    made.add_argument("--title", default="", help="of the drawing")
+    made.add_argument("--json", action="store_true", help="for programs; with every point of the curves")
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    from posttrain.tracking.comparison import compare_runs, find_runs
+
+    comparison = compare_runs(find_runs(args.runs), args.metric)
+    print(json.dumps(as_json(comparison), indent=1, default=str) if args.json else as_text(comparison))
+    if args.plot:
+        from posttrain.tracking.plot import plot_comparison
+
+        plot_comparison(comparison, Path(args.plot), args.title)
+    return EXIT_OK
+
+
+def as_text(comparison: Comparison) -> str:
+    """The table, a row for each setting."""
+    from posttrain.cli.text import table
+
+    keys = [key for key in comparison.keys if key != "seed"]
+    seeds = any(len(row.runs) > 1 for row in comparison.rows)
+    header = [*keys, *(["seeds"] if seeds else []), "before", "after", "mean of all steps", "run"]
+    rows = [
+        [
+            *(str(row.label[key]) for key in keys),
+            *([str(len(row.runs))] if seeds else []),
+            _spread(row.before),
+            _spread(row.after),
+            "–" if row.mean is None else f"{row.mean:.3f}",
+            _where(row),
+        ]
+        for row in comparison.rows
+    ]
+    return f"{comparison.metric}\n{table(header, rows)}"
+
+
+def as_json(comparison: Comparison) -> dict[str, object]:
+    """Everything of a comparison."""
+    return {
+        "metric": comparison.metric,
+        "rows": [
+            {
+                "label": {key: value for key, value in row.label.items()},
+                "seeds": list(row.seeds),
+                "runs": [str(run) for run in row.runs],
+                "steps": [step for step, _ in row.curve],
+                "values": [list(values) for _, values in row.curve],
+            }
+            for row in comparison.rows
+        ],
+    }
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    mean = f"{statistics.fmean(values):.3f}"
+    return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
+
+
+def _where(row: Row) -> str:
+    first = row.runs[0]
+    try:
+        shown = first.relative_to(Path.cwd())
+    except ValueError:
+        shown = first
+    return f"{shown}" + (f" and {len(row.runs) - 1} more" if len(row.runs) > 1 else "")

@@ -1,0 +1,154 @@
+"""What is made ready and checked before a model loads; a dry run is this and no more.
+
+In the order of its cost: the objective first, then the optimizer's dependencies, the environments and their data, the tokenizer,
+and what the engine would refuse to start with. Nothing is started and no weights are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from posttrain import plugins
+from posttrain.config.schema import NO_ENGINE
+from posttrain.errors import ConfigError
+from posttrain.loop.model_folder import made_folder, model_folder
+from posttrain.loop.pairs import check_pairs
+from posttrain.loop.validation import held_out_draws, refuse_held_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from posttrain.config.schema import RunConfig
+    from posttrain.data.dataset import Draw, PromptSampler
+    from posttrain.data.environment import Environment
+    from posttrain.data.packer import DataPacker
+    from posttrain.objective.objective import Objective
+    from posttrain.rollout.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The parts of a run that need no weights.
+
+    model, packer   None when `model.factory` has not made the model yet and was not to
+    engine          not started; None without a model, and where completions come with the data
+    """
+
+    objective: Objective
+    environments: dict[str, Environment]
+    sampler: PromptSampler
+    held_out: list[Draw]
+    model: str | None
+    packer: DataPacker | None
+    engine: Engine | None
+
+
+def prepare(
+    config: RunConfig, *, root: Path, logs: Path, say: Callable[[str], None], make_model: bool = True
+) -> Prepared:
+    """Everything up to the policy. root: folder for runs. logs: of the engine. Raises the documented errors of each part.
+
+    make_model: let `model.factory` make its model when no earlier run did.
+    """
+    from posttrain.data.dataset import build_sampler
+    from posttrain.policy.optimizer import check_optimizer
+
+    objective = build_run_objective(config)
+    for note in [*objective.notes, *check_optimizer(config.rl)]:
+        say(note)
+    environments = build_environments(config)
+    sampler = build_sampler(config, environments)
+    offline = config.rollout.engine == NO_ENGINE
+    held_out = held_out_draws(sampler.sources, environments, config.validation.prompts)
+    sampler.watch(None if offline else refuse_held_out(held_out, environments))
+    for source in sampler.sources:
+        for note in getattr(source.rows, "notes", ()):
+            say(f"{source.env}: {note}")
+    if offline:
+        for note in check_pairs(sampler.sources, held_out, cast("Any", environments)):
+            say(note)
+    path = model_folder(config.model, root, say) if make_model else made_folder(config.model, root)
+    packer = None if path is None else build_packer(config, path)
+    engine = None if offline or path is None or packer is None else build_engine(config, path, packer, logs)
+    return Prepared(objective, environments, sampler, held_out, path, packer, engine)
+
+
+def build_run_objective(config: RunConfig) -> Objective:
+    """The objective with what it must know of the run; `max_tokens` is the run's where the algorithm takes one."""
+    from posttrain.objective.build import resolve_algorithm
+    from posttrain.objective.objective import build_objective
+
+    rl = config.rl
+    _, cls = resolve_algorithm(rl.objective.name)
+    options = dict(rl.objective.options)
+    known = {f for f in getattr(cls.Options, "__dataclass_fields__", {})}
+    if "max_tokens" in known:
+        options.setdefault("max_tokens", config.rollout.max_tokens)
+    if "ppo_clip_ref_logprobs" in known:
+        options.setdefault("ppo_clip_ref_logprobs", "auto")
+    return build_objective(
+        rl.objective.name,
+        group_size=rl.group_size,
+        n_mini=rl.batch_per_replica // (rl.mini_batch_per_replica or rl.batch_per_replica),
+        temperature=config.rollout.temperature,
+        asynchronous=config.rollout.max_async_rollout > 0,
+        **options,
+    )
+
+
+def build_environments(config: RunConfig) -> dict[str, Environment]:
+    """The environments by name; a second of the same name is called `name#2`. Raises ConfigError for several turns."""
+    from posttrain.data.environment import Environment
+
+    out: dict[str, Environment] = {}
+    for position, entry in enumerate(config.environments):
+        name, number = entry.name, 2
+        while name in out:
+            name, number = f"{entry.name}#{number}", number + 1
+        env = out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
+        if type(env).env_response is not Environment.env_response:
+            raise ConfigError(
+                f"environment {entry.name!r} answers the model: multi-turn episodes are not driven yet",
+                cause=f"{type(env).__name__} overrides env_response, and a run would train on the first turn alone",
+                fix="choose a single-turn environment, or remove env_response and score one turn",
+                where=f"environments[{position}].name",
+            )
+    return out
+
+
+def build_packer(config: RunConfig, path: str) -> DataPacker:
+    """The packer that `rl.data.packer` names, else the one of the model's type; set up for the model."""
+    from posttrain.data.packer import PAIR_PACKER, TEXT_PACKER, init_data_packer, load_packer
+
+    template, remote = config.model.chat_template, config.model.trust_remote_code
+    if config.rl.data.packer is None:
+        default = PAIR_PACKER if config.rollout.engine == NO_ENGINE else TEXT_PACKER
+        return init_data_packer(path, chat_template=template, trust_remote_code=remote, default=default)
+    return load_packer(config.rl.data.packer).setup(path, chat_template=template, trust_remote_code=remote)
+
+
+def build_engine(config: RunConfig, path: str, packer: DataPacker, logs: Path) -> Engine:
+    """The engine of this process's rollout body, not started. Raises what can be told without a start: `Engine.preflight`."""
+    from posttrain.data.packer import eos_token_ids, stop_token_ids
+    from posttrain.rollout.engine import EngineSpec
+
+    r = config.rollout
+    spec = EngineSpec(
+        model_path=path,
+        dtype=r.dtype,
+        max_model_len=r.max_model_len,
+        max_num_seqs=r.max_num_seqs,
+        eos_token_ids=(eos_token_ids if r.ignore_eos else stop_token_ids)(path, packer.tokenizer),
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+        tensor_parallel_size=r.tensor_parallel_size,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        base_port=r.base_port,
+        start_timeout_s=r.start_timeout_s,
+        log_dir=logs,
+    )
+    engine: Engine = plugins.build("engines", r.engine, r.options, where="rollout.options", spec=spec)
+    engine.preflight(spec, engine.options)
+    return engine

@@ -1,0 +1,120 @@
+"""Several runs side by side: what tells them apart, and what each came to; seeds of the same settings are one row.
+
+    comparison = compare_runs(find_runs(["multirun/2026-01-01/12-00-00"]))
+    for row in comparison.rows: print(row.label, row.before, row.after)
+
+What tells runs apart are the config values that differ between them and were set by somebody: values that only follow from
+another one (an objective's own defaults) are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.layers import ABSENT, leaves
+from posttrain.errors import ConfigError
+from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metrics import read_metrics, read_validation
+from posttrain.tracking.run_dir import find_run, saved_config, saved_json
+
+_FOLLOWED = ("default", "auto")
+"""Origins of values that nobody set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The runs of one setting. label: the keys that tell it apart, without the seed. curve: `(step, values of the runs)`."""
+
+    label: Mapping[str, Any]
+    runs: tuple[Path, ...]
+    seeds: tuple[int, ...]
+    curve: tuple[tuple[int, tuple[float, ...]], ...]
+
+    @property
+    def name(self) -> str:
+        """The label as a person would say it: values alone where there is one key."""
+        if len(self.label) == 1:
+            return str(next(iter(self.label.values())))
+        return " ".join(f"{key}={value}" for key, value in self.label.items()) or self.runs[0].name
+
+    @property
+    def before(self) -> tuple[float, ...]:
+        """The metric of each run at its first step (0: before training); empty without it."""
+        return self.curve[0][1] if self.curve else ()
+
+    @property
+    def after(self) -> tuple[float, ...]:
+        return self.curve[-1][1] if self.curve else ()
+
+    @property
+    def mean(self) -> float | None:
+        """The metric averaged over the steps and runs: how fast and how far, in one number."""
+        return statistics.fmean(statistics.fmean(values) for _, values in self.curve) if self.curve else None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All rows, in the order in which their first runs were given. keys: what tells them apart, the seed included."""
+
+    metric: str
+    keys: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def find_runs(named: Iterable[str | Path]) -> list[Path]:
+    """Every run that is named or lies in a named folder, a folder's in the order of their start. Raises ConfigError for none."""
+    found: list[Path] = []
+    for one in named:
+        folder = Path(one).expanduser().absolute()
+        inside = [path.parent for path in folder.rglob("origins.json")] if folder.is_dir() else []
+        inside = [path for path in inside if (path / "config.yaml").is_file()]
+        found += sorted(inside, key=lambda path: (path / "origins.json").stat().st_mtime_ns) if inside else [find_run(folder)]
+    return list(dict.fromkeys(found))
+
+
+def compare_runs(runs: Sequence[Path], metric: str = HELD_OUT) -> Comparison:
+    """Group runs by what tells them apart but the seed, and read the metric's curve of each. Raises ConfigError, DataError."""
+    configs = [dict(leaves(saved_config(run))) for run in runs]
+    origins = [saved_json(run / "origins.json") for run in runs]
+    keys = [
+        key
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if key != "name"
+        and len({repr(config.get(key, ABSENT)) for config in configs}) > 1
+        and any(known is None or known.get(key, "default") not in _FOLLOWED for known in origins)
+    ]
+    groups: dict[str, list[int]] = {}
+    for i, config in enumerate(configs):
+        groups.setdefault(repr([config.get(key, ABSENT) for key in keys if key != "seed"]), []).append(i)
+    rows = []
+    for members in groups.values():
+        first = configs[members[0]]
+        rows.append(
+            Row(
+                {key: first.get(key, ABSENT) for key in keys if key != "seed"},
+                tuple(runs[i] for i in members),
+                tuple(configs[i].get("seed", 0) for i in members),
+                _curve([runs[i] for i in members], metric),
+            )
+        )
+    if not any(row.curve for row in rows):
+        raise ConfigError(f"none of the {len(runs)} runs has {metric}", fix="see docs/reference/metrics.md: --metric NAME")
+    return Comparison(metric, tuple(keys), tuple(rows))
+
+
+def _curve(runs: Sequence[Path], metric: str) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """The metric at every step that all runs have."""
+    read = read_validation if metric.startswith("validation/") else read_metrics
+    curves = []
+    for run in runs:
+        try:
+            rows = read(run)
+        except FileNotFoundError:
+            rows = []
+        curves.append({row["step"]: float(row[metric]) for row in rows if isinstance(row.get(metric), int | float)})
+    common = [step for step in curves[0] if all(step in curve for curve in curves)]
+    return tuple((step, tuple(curve[step] for curve in curves)) for step in sorted(common))
