@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from posttrain import score
 from posttrain.data.environment import episode
+from posttrain.rollout.scoring import Scorer
 from posttrain.types import Reward
 from posttrain_envs import verifier
 from posttrain_envs.math_env import Math
@@ -143,6 +145,27 @@ def test_several_threads_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert got == dict.fromkeys(range(2, 8), 1.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_it_ends_with_the_worker_that_started_it() -> None:
+    async def main() -> int:
+        scorer = Scorer({"math": ENV})
+        await scorer.start()
+        try:
+            await scorer.score("math", episode(ENV, {"question": "?", "answer": "4"}, "\\boxed{\\sqrt{16}}"))
+            assert scorer._pool is not None
+            worker = scorer._pool._workers[0].process.pid
+            (child,) = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+            return int(child)
+        finally:
+            await scorer.close()
+
+    child = Path(f"/proc/{asyncio.run(main())}/stat")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the process of math-verify outlived its reward worker"
+        time.sleep(0.05)
 
 
 def test_in_the_pool_of_a_run_and_without_algebra() -> None:
