@@ -256,3 +256,23 @@ def test_the_causes_of_unscorable_rewards_are_listed() -> None:
     source = (ROOT / "core/posttrain/rollout/rewards.py").read_text(encoding="utf-8")
     known = (ast.get_docstring(ast.parse(source)) or "").partition("Causes:")[2]
     assert listed == {name for name in re.findall(r"`(\w+)`", known) if name.islower()} | {"engine"}
+
+
+def test_the_keys_that_a_resume_may_change_are_listed() -> None:
+    from posttrain.loop.resume import MAY_CHANGE
+
+    table = text("reference/checkpoint.md").partition("These keys may change")[2].partition("\nFrom Python")[0]
+    listed = re.findall(r"`([\w.]+\.[\w*]+)`", table)
+    assert sorted(key.removesuffix("*") for key in listed) == sorted(MAY_CHANGE)
+
+
+def test_a_checkpoint_holds_the_files_that_are_listed(ended_run: Path) -> None:
+    (step,) = (ended_run / "checkpoints").glob("step_*")
+    listed = next(block for block in fenced("reference/checkpoint.md", "text") if block.startswith("checkpoints/step_50"))
+    files = {str(path.relative_to(step)) for path in step.rglob("*") if path.is_file()}
+    assert files == set(re.findall(r"^    (\S+)", listed, flags=re.MULTILINE))
+
+
+def test_a_run_directory_holds_what_is_listed(ended_run: Path) -> None:
+    listed = set(re.findall(r"^    ([\w.]+)", fenced("reference/checkpoint.md", "text")[0], flags=re.MULTILINE))
+    assert {path.name for path in ended_run.iterdir()} - {"run.lock"} == listed
