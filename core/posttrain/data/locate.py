@@ -63,7 +63,9 @@ def find_tables(
 def _looks_like_path(text: str) -> bool:
     """Whether a text names files rather than a hub dataset."""
     looks = text.endswith(SUFFIXES) or text.startswith((".", "/", "~")) or bool(set(text) & _GLOB)
-    return looks or Path(text).expanduser().exists() or not _HUB_NAME.match(text)
+    path = Path(text).expanduser()
+    mistyped = path.suffix[1:].isalpha() and path.parent.is_dir()  # my.jsnl, in a folder that is here
+    return looks or mistyped or path.exists() or not _HUB_NAME.match(text)
 
 
 def files_by_split(text: str) -> dict[str, list[Path]]:
