@@ -124,7 +124,7 @@ def test_the_environment_of_the_page_reads_a_file_strictly(tmp_path: Path, monke
     from posttrain.errors import ConfigError
 
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n# my_package/capitals.py\n(.*?)^```", PAGE.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n# my_package/capitals.py\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     Path("capitals.py").write_text(blocks[0], encoding="utf-8")
     Path("my.jsonl").write_text('{"country": "France", "capital": "Paris"}\n{"country": "Peru"}\n')
     env = load("envs", "capitals.py:Capitals", data=[{"country": "France", "town": "Paris"}], columns={"capital": "town"})
