@@ -271,3 +271,20 @@ def test_load_rows_brings_both_splits_for_a_factory(folder: Path) -> None:
     assert len(splits["train"]) == 25 and len(splits["test"]) == 5 and "problem" in splits["train"][0]
     with pytest.raises(ConfigError, match="rl.data.factory_kwargs.colums"):
         load_rows("my.jsonl", colums={})
+
+
+def test_an_environment_s_options_are_read_without_importing_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.plugins.build import option_fields
+    from posttrain.plugins.card import read_card
+
+    Path("mine_env.py").write_text(
+        "import not_installed\nfrom dataclasses import dataclass\nfrom posttrain.data.source import DataOptions\n"
+        "from posttrain.data.environment import Environment\nclass Mine(Environment):\n    'Mine.'\n"
+        "    @dataclass(frozen=True, kw_only=True)\n    class Options(DataOptions):\n        lenient: bool = False  # or not\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    card = read_card("mine_env:Mine")
+    read = {field.name: (field.type, field.default) for field in option_fields(card) or []}
+    assert card.complete and list(read) == [*DataOptions.__dataclass_fields__, "lenient"]
+    assert read["take"] == (int | None, None) and read["data_split"] == (str, "train") and read["streaming"] == (bool, False)
+    assert all(option.help for option in card.options)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,8 @@ class RowCheck:
 
     def first(self) -> None:
         """Look at the first rows. Raises PosttrainError."""
-        for position in range(self._first):
-            self._look(position, read_row(self.source, position))
+        for position, row in enumerate(islice(self._rows_in_order(), self._first)):
+            self._look(position, row)
         self._compare(self._first)
 
     def start(self) -> None:

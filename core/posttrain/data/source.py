@@ -15,6 +15,7 @@ import difflib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError, DataError
@@ -75,8 +76,8 @@ def open_rows(options: DataOptions, split: Split, *, required: Sequence[str] = (
             cause="options.filter let none stay" if options.filter else "the test split took all",
             fix="correct options.filter" if options.filter else "lower options.test_size", code="empty-dataset",
         )
-    for index in range(min(len(rows), CHECKED_ROWS if rows.window is None else rows.window)):
-        rows[index]
+    for _ in islice(rows, CHECKED_ROWS if rows.window is None else rows.window):
+        pass
     return rows
 
 
