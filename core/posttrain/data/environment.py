@@ -37,8 +37,8 @@ class RowDataset(Protocol):
     """A map-style dataset: `datasets.Dataset`, a list, or anything with a length and rows by index.
 
     A row is a mapping. Its `id` names it for ever; a row without one is named by its index. Two threads may read at a time.
-    A dataset may also have `where(index) -> str`, a row's place for messages, and `window: int`, how far ahead of the draws it may
-    be read when its rows come from a stream (see `data.view`).
+    A dataset may also have `where(index) -> str`, a row's place for messages, and `window: int`, how far ahead of the draws it is
+    to be read when its rows come from a stream (see `data.view`).
     """
 
     def __len__(self) -> int: ...
