@@ -52,7 +52,8 @@ def test_json_lines_are_json_loads_line_by_line(data: st.DataObject, tmp_path: P
     assert [table[i] for i in range(len(table))] == list(table) == [row for _, row in want]
     assert [table.where(i) for i in range(len(table))] == [f"{path}:{number}" for number, _ in want]
     assert [table.name(i) for i in range(len(table))] == [str(number) for number, _ in want]
-    assert list(read_lines(str(path))) == want
+    with open(path, "rb") as file:
+        assert list(read_lines(str(path), file)) == want
 
 
 @SETTINGS
@@ -76,7 +77,8 @@ def test_csv_is_the_csv_module_with_line_numbers(data: st.DataObject, tmp_path: 
     want = [dict(zip(header, row, strict=True)) for row in rows]
     assert [table[i] for i in range(len(table))] == list(table) == want
     assert [table.line(i) for i in range(len(table))] == starts
-    assert [row for _, _, row in read_csv(str(path), kind.delimiter)] == want
+    with open(path, "rb") as file:
+        assert [row for _, _, row in read_csv(str(path), kind.delimiter, file)] == want
 
 
 def test_what_a_csv_leaves_open_is_text(tmp_path: Path) -> None:
@@ -85,10 +87,12 @@ def test_what_a_csv_leaves_open_is_text(tmp_path: Path) -> None:
     assert list(Csv(path)) == [{"n": "007", "t": ""}, {"n": "null", "t": " 1.50"}]
 
 
-def test_a_file_travels_to_another_process_and_is_read_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2}\n')
-    assert list(pickle.loads(pickle.dumps(JsonLines(path)))) == [{"a": 1}, {"a": 2}]
+def test_a_file_travels_to_another_process_and_folder_and_is_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    sent = pickle.dumps(JsonLines("a.jsonl"))
+    monkeypatch.chdir("/")
+    assert list(pickle.loads(sent)) == [{"a": 1}, {"a": 2}]
 
 
 def test_many_files_are_not_held_open(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_every_kind_of_file_gives_the_same_rows(suffix: str, streaming: bool, fo
     first = 2 if suffix in ("csv", "tsv") else 1
     assert ids(train) == [str(i) for i in range(first, 30 + first)]
     assert train.where(2) == (f"my.{suffix}, row 3" if suffix in ("json", "parquet") else f"my.{suffix}:{2 + first}")
+    assert both(data=str(folder / f"my.{suffix}"), streaming=streaming)[0].where(2).startswith(f"my.{suffix}")
 
 
 def test_objects_of_python_give_the_same_rows(folder: Path) -> None:

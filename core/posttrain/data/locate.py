@@ -70,6 +70,8 @@ def _looks_like_path(text: str) -> bool:
 
 def files_by_split(text: str) -> dict[str, list[Path]]:
     """The files of a path, folder or glob, in sorted order, by the split that their names tell. Raises DataError."""
+    here = Path.cwd()
+    text = os.path.relpath(text, here) if Path(text).is_relative_to(here) and Path(text) != here else text  # short in messages
     path = Path(text).expanduser()
     if set(text) & _GLOB and not path.exists():
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
@@ -109,19 +111,21 @@ def stream_files(files: Sequence[Path]) -> Stream:
 
         return parquet_stream(list(files), _title(files))
 
+    real = [file.absolute() for file in files]  # opened later, when the current folder may be another
+
     def rows() -> Iterator[StreamRow]:
-        for file, label in zip(files, labels, strict=True):
-            path = str(file)
+        for file, path, label in zip(real, map(str, files), labels, strict=True):
             with open(file, "rb") as opened:
                 refuse_other_encodings(path, opened.read(4))
-            if suffix in (".jsonl", ".ndjson"):
-                yield from ((row, f"{label}{line}", f"{path}:{line}") for line, row in read_lines(path))
-            elif suffix in (".csv", ".tsv"):
-                found = read_csv(path, Csv.delimiter if suffix == ".csv" else Tsv.delimiter)
-                yield from ((row, f"{label}{line}", f"{path}:{line}") for _, line, row in found)
-            else:
-                table = read_file(file)
-                yield from ((row, f"{label}{table.name(i)}", table.where(i)) for i, row in enumerate(table))
+                opened.seek(0)
+                if suffix in (".jsonl", ".ndjson"):
+                    yield from ((row, f"{label}{line}", f"{path}:{line}") for line, row in read_lines(path, opened))
+                elif suffix in (".csv", ".tsv"):
+                    found = read_csv(path, Csv.delimiter if suffix == ".csv" else Tsv.delimiter, opened)
+                    yield from ((row, f"{label}{line}", f"{path}:{line}") for _, line, row in found)
+                else:
+                    table = read_file(file)
+                    yield from ((row, f"{label}{table.name(i)}", f"{path}, row {i + 1}") for i, row in enumerate(table))
 
     return Stream(rows(), _title(files))
 

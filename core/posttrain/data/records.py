@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,7 +31,7 @@ _SPACE = np.isin(np.arange(256), list(b" \t\r\n"))
 class Records:
     """The records of one text file. `len`, `rows[i]`, `where(i)`, `name(i)`; picklable, reads are thread-safe.
 
-    path: as the user wrote it, which is also how messages write it. keep_open: false when there are more files than a process
+    path: as messages write it. keep_open: false when there are more files than a process
     may hold open. Raises DataError when the file cannot be read.
     """
 
@@ -40,9 +40,10 @@ class Records:
 
     def __init__(self, path: str | Path, *, keep_open: bool = True) -> None:
         self.path, self._keep_open = str(path), keep_open
+        self._real = os.path.abspath(os.path.expanduser(path))  # the current folder may change, and differs in other processes
         self._file: int | None = None
         try:
-            self._file = os.open(Path(self.path).expanduser(), os.O_RDONLY)
+            self._file = os.open(self._real, os.O_RDONLY)
         except OSError as exc:
             raise DataError(
                 f"{self.path} cannot be read", cause=f"{type(exc).__name__}: {exc.strerror}",
@@ -83,7 +84,7 @@ class Records:
 
     def _read(self, first: int, last: int) -> bytes:
         """The bytes of records first … last-1. Raises DataError when the file is not the one that was opened."""
-        file = self._file if self._file is not None else os.open(Path(self.path).expanduser(), os.O_RDONLY)
+        file = self._file if self._file is not None else os.open(self._real, os.O_RDONLY)
         try:
             if _stamp(file) != self._stamp:
                 raise DataError(
@@ -158,10 +159,11 @@ class Csv(Records):
     def _index(self) -> tuple[np.ndarray, np.ndarray | None]:
         starts, lines = [], []
         self.header: list[str] = []
-        for start, line, row in read_csv(self.path, self.delimiter):
-            self.header = self.header or list(row)
-            starts.append(start)
-            lines.append(line)
+        with open(self._real, "rb") as file:
+            for start, line, row in read_csv(self.path, self.delimiter, file):
+                self.header = self.header or list(row)
+                starts.append(start)
+                lines.append(line)
         return np.array([*starts, self._stamp[0]], dtype=np.int64), np.array(lines, dtype=np.int64)
 
 
@@ -171,10 +173,10 @@ class Tsv(Csv):
     delimiter = "\t"
 
 
-def read_csv(path: str, delimiter: str) -> Iterator[tuple[int, int, dict[str, str]]]:
+def read_csv(path: str, delimiter: str, file: BinaryIO) -> Iterator[tuple[int, int, dict[str, str]]]:
     """(first byte, first line, row) of each record below the header. Raises DataError for what is not CSV, with the line."""
     header: list[str] = []
-    for start, line, values in _csv_records(path, delimiter):
+    for start, line, values in _csv_records(path, delimiter, file):
         if not header:
             header = values
             twice = sorted({name for name in header if header.count(name) > 1})
@@ -195,16 +197,15 @@ def read_csv(path: str, delimiter: str) -> Iterator[tuple[int, int, dict[str, st
             yield start, line, dict(zip(header, values, strict=True))
 
 
-def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
+def _csv_records(path: str, delimiter: str, file: BinaryIO) -> Iterator[tuple[int, int, list[str]]]:
     """(first byte, first line, values) of each record that is not a blank line."""
     position = line = 0
 
     def feed() -> Iterator[str]:
         nonlocal position, line
-        with open(Path(path).expanduser(), "rb") as file:
-            for raw in file:
-                position, line = position + len(raw), line + 1
-                yield decode(raw.removeprefix(BOM) if line == 1 else raw, path, line)
+        for raw in file:
+            position, line = position + len(raw), line + 1
+            yield decode(raw.removeprefix(BOM) if line == 1 else raw, path, line)
 
     try:
         before = 0, 0
@@ -219,13 +220,12 @@ def _csv_records(path: str, delimiter: str) -> Iterator[tuple[int, int, list[str
         ) from exc
 
 
-def read_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, row) of each line of a JSON Lines file, read from its start."""
-    with open(Path(path).expanduser(), "rb") as file:
-        for line, raw in enumerate(file, 1):
-            raw = raw.removeprefix(BOM) if line == 1 else raw
-            if raw.strip():
-                yield line, parse_line(raw, path, line)
+def read_lines(path: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, row) of each line of a JSON Lines file, read from its start. `path` is for messages."""
+    for line, raw in enumerate(file, 1):
+        raw = raw.removeprefix(BOM) if line == 1 else raw
+        if raw.strip():
+            yield line, parse_line(raw, path, line)
 
 
 def parse_line(raw: bytes, path: str, line: int) -> dict[str, Any]:
