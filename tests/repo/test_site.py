@@ -42,6 +42,12 @@ def test_the_site_has_a_search_index_and_the_sources(site: Path) -> None:
     assert len(listed) > 15 and all((site / page).exists() for page in listed)
 
 
+def test_a_page_stands_in_the_navigation_once() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r": ([\w/-]+\.md)$", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed)), [page for page in listed if listed.count(page) > 1]
+
+
 class Shape(HTMLParser):
     """How many blocks of each kind the article of a page has."""
 
