@@ -30,8 +30,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[(family, tied) for family in FAMILIES for tied in (True, False)],
-                ids=[f"{family}-{tied}" for family in FAMILIES for tied in ("tied", "untied")])  # fmt: skip
+CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
+"""Family, tied head."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{family}-{'tied' if tied else 'untied'}" for family, tied in CASES])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, tied = request.param
     path = tmp_path_factory.mktemp(family)

@@ -246,16 +246,18 @@ def test_an_empty_batch_is_refused(make_policy):
 
 def test_the_start_up_probe_refuses_what_this_policy_would_compute_wrongly(make_policy, tiny, monkeypatch):
     """A head that scales its logits, which the log-prob kernel does not know, and rows that see each other."""
-    with pytest.raises(ConfigError, match="granite"):
+    with pytest.raises(ConfigError, match="granite") as caught:
         make_policy(model=tiny("Granite", logits_scaling=4.0))
+    assert "cannot be trained here yet" in caught.value.fix and caught.value.where == "model.name_or_path"
 
     def leaking(*args: Any, **terms: Any) -> torch.Tensor:
         return torch.zeros_like(honest(*args, **terms))
 
     honest = prefix.visible
     monkeypatch.setattr(prefix, "visible", leaking)
-    with pytest.raises(ConfigError, match="largest difference"):
+    with pytest.raises(ConfigError, match="largest difference") as caught:
         check_forward(PolicyModule(tiny("Llama"), shared_prefix=True))
+    assert caught.value.fix == "set rl.shared_prefix=false"
 
 
 def test_scores_for_the_canary_are_of_the_rounded_weights_and_leave_the_exact_ones(make_policy):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, PosttrainError, error
 from posttrain.policy.attention import plain_attention
 from posttrain.policy.module import PolicyModule
+from posttrain.policy.prefix import ATTENTION
 from posttrain.policy.rows import Row
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.5}
@@ -26,19 +29,50 @@ def check_forward(module: PolicyModule) -> None:
     """
     rows = probe_rows(module.model.config.get_text_config())
     with torch.no_grad():
-        got, _ = module(module.pack(rows))
         wanted = torch.cat([plain_logprobs(module, row) for row in rows])
-    gap = float((got - wanted).abs().max())
+        gap = float((module(module.pack(rows))[0] - wanted).abs().max())
     limit = TOLERANCE[module.compute_dtype or next(module.parameters()).dtype]
     if gap <= limit:
         return
     family = module.model.config.model_type
+    message = f"the policy computes other log-probs than model_type={family!r} itself: largest difference {gap:.3g} nats"
+    if module.shared_prefix and _padded_gap(module, rows, wanted) <= limit:
+        raise ConfigError(
+            message,
+            cause="its attention has a term that the shared prefix does not reproduce",
+            fix="set rl.shared_prefix=false",
+            where="rl.shared_prefix",
+        )
     raise ConfigError(
-        f"the policy computes other log-probs than model_type={family!r} itself: largest difference {gap:.3g} nats",
-        cause="the model's body, positions or head do something that this layout of rows does not reproduce",
-        fix="set rl.shared_prefix=false" if module.shared_prefix else "this family of models cannot be trained here yet",
-        where="rl.shared_prefix" if module.shared_prefix else "model.name_or_path",
+        message,
+        cause="its body, positions or head do something that the policy does not reproduce",
+        fix="this family of models cannot be trained here yet; docs/reference/models.md has those that can",
+        where="model.name_or_path",
     )
+
+
+def _padded_gap(module: PolicyModule, rows: list[Row], wanted: Tensor) -> float:
+    """The largest difference when every row is computed by itself, with transformers' own attention."""
+    module.shared_prefix = False
+    try:
+        with torch.no_grad(), transformers_attention(module):
+            return float((module(module.pack(rows))[0] - wanted).abs().max())
+    finally:
+        module.shared_prefix = True
+
+
+@contextmanager
+def transformers_attention(module: PolicyModule) -> Iterator[None]:
+    """The model with the attention that transformers would give it, where it has ours."""
+    installed = module.model.config._attn_implementation
+    if installed != ATTENTION:
+        yield
+        return
+    module.model.set_attn_implementation(plain_attention(module.model))
+    try:
+        yield
+    finally:
+        module.model.set_attn_implementation(installed)
 
 
 def probe_rows(config: Any) -> list[Row]:
@@ -59,16 +93,9 @@ def probe_rows(config: Any) -> list[Row]:
 
 def plain_logprobs(module: PolicyModule, row: Row) -> Tensor:
     """The row's log-probs by the Hugging Face model alone: one forward, its own logits, its own attention."""
-    config = module.model.config
-    installed = config._attn_implementation
-    if module.shared_prefix:
-        module.model.set_attn_implementation(plain_attention(module.model))
-    try:
-        with torch.autocast(module.device.type, module.compute_dtype, enabled=module.compute_dtype is not None):
-            output = module.model(input_ids=torch.tensor([row.input_ids], device=module.device), use_cache=False)
-    finally:
-        if module.shared_prefix:
-            module.model.set_attn_implementation(installed)
+    autocast = torch.autocast(module.device.type, module.compute_dtype, enabled=module.compute_dtype is not None)
+    with transformers_attention(module), autocast:
+        output = module.model(input_ids=torch.tensor([row.input_ids], device=module.device), use_cache=False)
     logits = output.logits[0].to(torch.promote_types(output.logits.dtype, torch.float32)) / module.temperature
     table = torch.log_softmax(logits, -1)
     return torch.stack([table[position - 1, row.input_ids[position]] for position in row.trained])

@@ -1,0 +1,163 @@
+"""Families on a real vLLM: weights go in through the weight plane under transformers' names, log-probs come out as the policy's.
+
+What differs between them is what vLLM does with those names: fused q, k, v and gate, up; tied heads; norms of 1 + w; windows;
+soft caps. The last test loads an exported folder with vLLM's own loader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.config.load import load_config
+from posttrain.config.schema import WeightsConfig
+from posttrain.loop import checkpoint
+from posttrain.loop.export import export
+from posttrain.objective.objective import build_objective
+from posttrain.policy.load import load_causal_lm
+from posttrain.policy.module import PolicyModule
+from posttrain.policy.policy import Policy
+from posttrain.policy.rows import Row
+from posttrain.rollout.engine import EngineSpec
+from posttrain.rollout.vllm import VllmEngine
+from posttrain.testing.tiny_model import write_tiny_model
+from posttrain.tracking.run_dir import RunDir
+from posttrain.types import Completion, Request, Sampling
+from posttrain.weights.canary import Canary, make_probe
+from posttrain.weights.plane import WeightPlane
+from posttrain.weights.shm import ShmTransport
+
+pytestmark = pytest.mark.integration
+
+TEMPERATURE = 0.8
+TOLERANCE = 1e-4
+
+ON_VLLM = [("qwen3", False), ("llama3", True), ("mistral", False), ("gemma2", True), ("gemma3", False)]
+"""Family, tied head. Listed in docs/reference/models.md."""
+
+ELSEWHERE = {"test_vllm_contract": ("llama", True), "test_vllm_weights": ("qwen2", False)}
+"""What other modules of this folder run in the same way."""
+
+EXPORTED = ("gemma3", True)
+
+
+class Rig:
+    """An engine and the policy whose weights it serves."""
+
+    def __init__(self, folder: Path, family: str, tied: bool) -> None:
+        write_tiny_model(folder, family=family, tied=tied)
+        self.policy = PolicyModule(load_causal_lm(str(folder), "float32"), temperature=TEMPERATURE, shared_prefix=True)
+        self.runner = asyncio.Runner()
+        self.engine = VllmEngine(EngineSpec(str(folder), "float32", 128, 16, (2, 3), log_dir=folder / "logs"))
+        config = WeightsConfig(bucket_bytes=16384)
+        canary = Canary(lambda probe: self.score(probe, 1.0), make_probe(40), config, dtype="float32")
+        weights = lambda: ((name, p.detach()) for name, p in self.policy.model.named_parameters())  # noqa: E731
+        self.plane = WeightPlane(self.engine, ShmTransport(), config, weights, canary=canary)
+
+    def run(self, work: Any) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 600))
+
+    @torch.no_grad()
+    def score(self, sequences: Any, temperature: float) -> list[list[float]]:
+        self.policy.temperature = temperature
+        rows = [Row(input_ids=list(s), mask=[False] + [True] * (len(s) - 1), rollout_logprobs=[0.0] * len(s)) for s in sequences]
+        packed = self.policy.pack(rows)
+        return [part.tolist() for part in self.policy(packed)[0].split(packed.lengths)]
+
+    def generate(self) -> list[tuple[Request, Completion]]:
+        sampling = Sampling(20, temperature=TEMPERATURE)
+        requests = {str(i): Request(str(i), list(range(4, 5 + 7 * i)), 4, i, sampling) for i in range(3)}
+
+        async def collect() -> list[Completion]:
+            return [completion async for completion in self.engine.generate(list(requests.values()))]
+
+        return [(requests[completion.request_id], completion) for completion in self.run(collect())]
+
+    def gap(self) -> float:
+        """The largest difference between what the engine said of its tokens and what the policy says."""
+        done = self.generate()
+        scored = self.score([[*request.prompt_ids, *completion.token_ids] for request, completion in done], TEMPERATURE)
+        pairs = [(c.logprobs, s[-len(c.token_ids) :]) for (_, c), s in zip(done, scored, strict=True)]
+        return max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+
+    @torch.no_grad()
+    def change(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.policy.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self.plane.close()
+        self.runner.close()
+
+
+@pytest.fixture(params=ON_VLLM, ids=[f"{family}-{'tied' if tied else 'untied'}" for family, tied in ON_VLLM])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, *request.param)
+    yield rig
+    rig.close()
+
+
+def test_the_engine_computes_the_policy_before_and_after_an_update(rig: Rig) -> None:
+    rig.run(rig.engine.start())
+    rig.run(rig.plane.sync(1))
+    assert rig.gap() < TOLERANCE
+    rig.change()
+    assert rig.gap() > 1e-2, "the change is large enough to be seen"
+    assert rig.run(rig.plane.sync(2))["weights/canary_max"] < TOLERANCE
+    assert rig.gap() < TOLERANCE
+
+
+LOAD = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=64, max_num_seqs=4)
+    asked = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+    done = llm.generate(asked, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
+    found = [[table[i].logprob for i, table in zip(d.prompt_token_ids[1:], d.prompt_logprobs[1:])] for d in done]
+    print(json.dumps([found, list(llm.get_default_sampling_params().stop_token_ids or [])]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_vllm_alone_loads_an_exported_folder(tmp_path: Path) -> None:
+    """Its own loader, none of our plug-ins, and the dtype that the folder says."""
+    family, tied = EXPORTED
+    write_tiny_model(tmp_path / "model", family=family, tied=tied)
+    config = load_config([
+        f"model.name_or_path={tmp_path}/model", "rl.objective.name=grpo", "rl.steps=1", "environments=[{name: arithmetic}]",
+    ])  # fmt: skip
+    policy = Policy(config.config, str(tmp_path / "model"), build_objective("grpo", group_size=8))
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.module.parameters()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    with RunDir.create(tmp_path / "outputs", "made") as run:
+        run.write_config(config.tree)
+        checkpoint.write(run.checkpoints, 1, policy.save, {})
+    out = export(run.path, tmp_path / "out")
+    (tmp_path / "load.py").write_text(LOAD)
+    sequences = [list(range(4, 30)), [9, 9, 9], [5, 6]]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "load.py"), str(out), json.dumps(sequences)],
+        env=os.environ | environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, stops = json.loads(done.stdout.splitlines()[-1])
+    for mine, theirs in zip(policy.score(sequences, "float32"), found, strict=True):
+        assert mine == pytest.approx(theirs, abs=TOLERANCE)
+    assert set(stops) <= {2, 3} and 3 in stops, "the second id ends too"
