@@ -125,7 +125,7 @@ def _temporary_folder(spec: EngineSpec) -> Path:
 
 @contextmanager
 def environment(options: VllmEngine.Options, log: Path, log_config: Path) -> Iterator[None]:
-    """vLLM's environment for the time of a start, restored afterwards."""
+    """vLLM's environment for the time of a start, restored afterwards; the person's script is not run by its processes."""
     cores = options.cpu_cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
@@ -143,10 +143,26 @@ def environment(options: VllmEngine.Options, log: Path, log_config: Path) -> Ite
         try:
             os.environ.update({k: v for k, v in defaults.items() if k not in before})
             os.environ.update({OWNER_ENV: str(ProcessId.current()), LOG_ENV: str(log.resolve())})
-            yield
+            with main_stays_here():
+                yield
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+
+@contextmanager
+def main_stays_here() -> Iterator[None]:
+    """Processes that are spawned inside do not run the person's script again, which has no `if __name__ == "__main__"` perhaps.
+
+    vLLM spawns its processes with multiprocessing, which imports the file of `__main__` in each; they need nothing of it.
+    """
+    main = sys.modules["__main__"]
+    file = main.__dict__.pop("__file__", None) if getattr(main, "__spec__", None) is None else None
+    try:
+        yield
+    finally:
+        if file is not None:
+            main.__file__ = file
 
 
 def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str, Any]:
