@@ -32,10 +32,10 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             "objective": {"name": "grpo"},
             "group_size": 8,
             "batch_per_replica": 256,
-            "optimizer": {"name": "adamw", "lr": 2e-4},
+            "optimizer": {"name": "adamw", "lr": 6e-4},
         },
         "grid": {"threads": 1},
         "rollout": {"engine": "hf", "max_tokens": 12, "max_model_len": 40, "max_num_seqs": 256},
-        "validation": {"prompts": 100, "every": 15},
+        "validation": {"prompts": 100, "every": 15, "temperature": 1.0},
     },
 }

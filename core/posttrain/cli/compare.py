@@ -100,9 +100,6 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _where(row: Row) -> str:
-    first = row.runs[0]
-    try:
-        shown = first.relative_to(Path.cwd())
-    except ValueError:
-        shown = first
-    return f"{shown}" + (f" and {len(row.runs) - 1} more" if len(row.runs) > 1 else "")
+    from posttrain.tracking.text import near
+
+    return near(row.runs[0]) + (f" and {len(row.runs) - 1} more" if len(row.runs) > 1 else "")

@@ -77,7 +77,7 @@ def sweep_table(jobs: Sequence[Job]) -> str:
     """A line for each job: the overrides that tell it apart, held-out reward before and after, how it ended, where it lies."""
     from posttrain.cli.text import table
     from posttrain.tracking.summary import summarise
-    from posttrain.tracking.text import number
+    from posttrain.tracking.text import near, number
 
     shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
     rows = []
@@ -89,14 +89,8 @@ def sweep_table(jobs: Sequence[Job]) -> str:
             came_to = None
         scores = (came_to.held_out_before, came_to.held_out_after) if came_to else (None, None)
         ended = "done" if job.code == 0 else f"exit code {job.code}"
-        rows.append((label, *map(number, scores), ended, _short(job.run)))
+        rows.append((label, *map(number, scores), ended, near(job.run) if job.run else "–"))
     return table(("overrides", "held-out before", "after", "ended", "run"), rows)
-
-
-def _short(run: Path | None) -> str:
-    if run is None:
-        return "–"
-    return str(run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run)
 
 
 def sweep_arguments(overrides: Sequence[str]) -> list[str]:

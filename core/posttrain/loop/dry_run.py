@@ -20,7 +20,7 @@ from posttrain.errors import ConfigError
 from posttrain.loop.prepare import Prepared, prepare
 from posttrain.loop.rollouts import ask, prompt_input
 from posttrain.tracking.run_dir import output_root, unwritable
-from posttrain.tracking.text import number, printable
+from posttrain.tracking.text import near, number, printable
 
 if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig
@@ -165,7 +165,7 @@ def _model(config: RunConfig, ready: Prepared) -> Iterator[str]:
         yield f"not made yet: the run will, with {config.model.factory}"
         yield "its tokenizer, the tokens of the prompts and the engine are not looked at"
         return
-    yield ready.model
+    yield near(ready.model)
     yield f"{number(_parameters(config, ready.model) / 1e6)}M parameters; packer {type(ready.packer).__name__}"
 
 
@@ -181,11 +181,11 @@ def _disk(config: RunConfig, ready: Prepared, folder: Path) -> Iterator[str]:
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if ready.model is None:
-        yield f"{_bytes(free)} free under {folder}"
+        yield f"{_bytes(free)} free under {near(folder)}"
         return
     size = _parameters(config, ready.model) * (STATE_BYTES if config.rl.master_dtype == "float32" else STATE_BYTES // 2)
     kept = (config.checkpoint.keep_last or 1) + 1  # a new one is whole before an old one goes
-    yield f"{_bytes(free)} free under {folder}; a checkpoint takes about {_bytes(size)}, up to {kept} lie there at a time"
+    yield f"{_bytes(free)} free under {near(folder)}; a checkpoint takes about {_bytes(size)}, up to {kept} lie there at a time"
     if kept * size > free:
         raise ConfigError(
             f"{folder} has {_bytes(free)} free, and {kept} checkpoints of {_bytes(size)} may lie there at a time",

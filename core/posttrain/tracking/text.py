@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -34,6 +35,12 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     spread = (high - low) or 1.0
     return "".join(BARS[round((v - low) / spread * (len(BARS) - 1))] for v in shown)
+
+
+def near(path: str | Path) -> str:
+    """A path as one would type it here: relative when it lies in the working directory."""
+    full = Path(path)
+    return str(full.relative_to(Path.cwd()) if full.is_relative_to(Path.cwd()) else path)
 
 
 def printable(text: str, limit: int = 2000) -> str:
