@@ -99,7 +99,8 @@ def test_rollout_files_ledger_and_show_hold_the_pairs(whole: Any) -> None:
     console = Console(file=io.StringIO(), width=120)
     show(whole.run, console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "mean margin" in text and "accuracy" in text and "held-out 0 →" in text and "reward 1" in text
+    assert "mean margin" in text and "accuracy" in text and "held-out 0 →" in text
+    assert "▸ chosen · " in text and "▸ rejected · " in text and "reward" not in text
 
 
 def test_the_summary_speaks_of_margin_and_accuracy(whole: Any) -> None:

@@ -64,7 +64,7 @@ def deviations(name: str) -> list[str]:
     return re.sub(r"\n +", " ", listed).splitlines()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp", "cispo", "gspo", "sapo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp", "cispo", "gspo", "sapo", "dpo"])
 def test_a_guide_lists_the_deviations_of_the_algorithm(name: str) -> None:
     expected = deviations(name)
     assert expected and text(f"guides/{name}.md").rstrip().splitlines()[-len(expected) :] == expected

@@ -15,6 +15,7 @@ from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.rollouts import read_rollouts, rollout_steps
 from posttrain.tracking.run_dir import find_run
 from posttrain.tracking.text import number, printable
+from posttrain.types import ENV_VERSION
 
 Row = Mapping[str, Any]
 
@@ -71,6 +72,8 @@ def _group_panel(rows: Sequence[Row], samples: int) -> Panel:
 def _caption(row: Row) -> str:
     reward = "unscorable" if row["reward"] is None else number(row["reward"])
     bits = [f"reward {reward}"]
+    if row["reward"] is not None and max(row["weight_versions"], default=0) == ENV_VERSION:
+        return " · ".join(["chosen" if row["reward"] else "rejected", f"{len(row['token_ids'])} tokens", row["finish_reason"]])
     if row["reward"] is None:
         bits += [printable(str(row["info"][key]), 200) for key in ("cause", "error") if row["info"].get(key)]
     if row["reward_parts"]:
