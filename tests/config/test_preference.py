@@ -45,6 +45,7 @@ def test_pairs_are_refused_where_an_engine_would_sample_others() -> None:
         ("rollout.temperature=0.7", "rollout.temperature"),
         ("rollout.options={threads: 2}", "rollout.options"),
         ("rl.objective.name=grpo", "rl.objective.name"),
+        ("rl.data.packer=decoder_only", "rl.data.packer"),
         ("environments=[{name: arithmetic}]", "environments[0].name"),
     ],
 )

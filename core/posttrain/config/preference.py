@@ -37,6 +37,9 @@ def check_preference(config: RunConfig) -> Iterator[Problem]:
     if config.rollout.temperature != 1:
         what = f"{config.rollout.temperature} with rollout.engine=none: it would only distort the log-probs, nothing is sampled"
         yield Problem("rollout.temperature", what, "set rollout.temperature=1")
+    if (packer := config.rl.data.packer) and _shapes_no_pairs(packer):
+        what = f"{packer} cannot shape preference pairs: it has no get_preference_input"
+        yield Problem("rl.data.packer", what, "unset it, or subclass posttrain_datapackers.preference:PreferencePacker")
     if config.rollout.options:
         yield Problem("rollout.options", "there is no engine to take them", "remove rollout.options, or choose an engine")
 
@@ -53,6 +56,17 @@ def _brings(name: str, engine: str) -> tuple[str, str]:
         f"{name} brings its completions with it, and rollout.engine={engine} would sample others",
         "set rollout.engine=none rl.objective.name=dpo rl.group_size=2, or use an environment that scores completions",
     )
+
+
+def _shapes_no_pairs(packer: str) -> bool:
+    """Whether a packer class is known to take no pairs; a factory is asked when it is used."""
+    from posttrain.data.packer import DataPacker
+
+    try:
+        found = resolve("datapackers", packer)
+    except PosttrainError:
+        return False
+    return isinstance(found, type) and getattr(found, "get_preference_input", None) is DataPacker.get_preference_input
 
 
 def _is_a(kind: str, name: str, base: type) -> bool | None:
