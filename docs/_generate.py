@@ -13,7 +13,7 @@ A page holds a block between two marks; what is between them is replaced:
     <!-- generated: plugin-options envs -->  …  <!-- end -->    the options of every plug-in of a kind, one section each
     <!-- generated: other-names -->  …  <!-- end -->        keys of other trainers, and what answers them here
     <!-- generated: metrics -->  …  <!-- end -->            every metric of tracking/metric_names.py
-    <!-- generated: example first_hour/train.py -->  …  <!-- end -->    a file of docs/examples
+    <!-- generated: example first_hour/my_rewards.py score -->  …  <!-- end -->    a file of docs/examples, or one function
     <!-- generated: cli train show -->  …  <!-- end -->     `--help` of commands; without a command, of the program
 
 `llms.txt` is generated from the navigation in mkdocs.yml: every page with its first sentence.
@@ -21,6 +21,7 @@ A page holds a block between two marks; what is between them is replaced:
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -136,14 +137,16 @@ def metrics(*_: str) -> str:
     return "\n".join(parts)
 
 
-def example(name: str) -> str:
-    """A file of `docs/examples` as a code block; of data the first two rows."""
+def example(name: str, function: str = "") -> str:
+    """A file of `docs/examples` as a code block, or one function of it; of data the first two rows."""
     path = DOCS / "examples" / name
     text = path.read_text(encoding="utf-8").rstrip()
     if path.suffix == ".jsonl":
         return "```json\n" + "\n".join(text.splitlines()[:2]) + "\n```\n"
-    title = f"# {path.name}\n" if not text.startswith(f"# {path.name}") else ""
-    return f"```python\n{title}{text}\n```\n"
+    if function:
+        nodes = [node for node in ast.parse(text).body if getattr(node, "name", "") == function]
+        text = ast.get_source_segment(text, nodes[0]) or ""
+    return f"```python\n# {path.name}\n{text}\n```\n"
 
 
 GENERATORS: dict[str, Callable[..., str]] = {
@@ -194,7 +197,7 @@ def _first_sentence(page: Path) -> str:
     body = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     paragraph = next(p for p in re.split(r"\n\s*\n", body) if re.match(r"\s*[\w`*\[]", p) and not p.lstrip().startswith("- "))
     plain = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(paragraph.split()))
-    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":.") + "."
+    return re.split(r"(?<=\.)\s(?=\W*[A-Z])", plain)[0].rstrip(":.") + "."
 
 
 def files() -> list[Path]:
