@@ -51,10 +51,11 @@ def test_plugins_list(capsys, fake_distribution) -> None:
     fake_distribution("other", points={"posttrain.envs": {"toy": "cli_other:Env"}}, files={"cli_other.py": "class Env: pass\n"})
     assert run("plugins", "list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["kind", "name", "from", "what"]
+    assert lines[0].split() == ["kind", "name", "from", "state", "what", "[options]"]
     cells = {tuple(line.split()[:2]): line for line in lines}
-    assert cells["algorithms", "grpo"].endswith("GRPO: advantages normalised by the group, PPO's clip, token mean.")
-    assert "! needs not_there, which is missing" in cells["envs", "broken"]
+    assert " ok  " in cells["algorithms", "grpo"]
+    assert "GRPO: advantages normalised by the group, PPO's clip, token mean. [loss_aggregation," in cells["algorithms", "grpo"]
+    assert "quarantined  ! needs 'not_there', which is missing." in cells["envs", "broken"]
     assert ("envs", "toys/toy") in cells and ("envs", "other/toy") in cells and "toys 1.0" in cells["envs", "toys/toy"]
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections import Counter
 from typing import Any
 
 from posttrain.cli.main import Parser
 from posttrain.cli.text import table
 from posttrain.errors import EXIT_CONFIG, EXIT_OK
-from posttrain.plugins.discovery import PluginInfo, discover
-from posttrain.plugins.kinds import KINDS, SUPPORTED_APIS
+from posttrain.plugins.card import Card
+from posttrain.plugins.discovery import ALLOW_VARIABLE, PluginInfo, allowed, installed
+from posttrain.plugins.doctor import Finding, doctor, look
+from posttrain.plugins.kinds import KINDS
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="posttrain plugins", description="What is installed, and whether it works.", allow_abbrev=False)
     made.add_argument("action", choices=["list", "doctor"], help="list: names and help, nothing imported; doctor: import each")
-    made.add_argument("name", nargs="?", help="doctor: only this plug-in (NAME or DISTRIBUTION/NAME)")
+    made.add_argument("name", nargs="?", help="only this plug-in (NAME or DISTRIBUTION/NAME); list shows its options, too")
     made.add_argument("--kind", choices=list(KINDS), help="only this kind")
     made.add_argument("--json", action="store_true", help="list: everything as JSON, options included")
     return made
@@ -28,40 +31,56 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = [info for kind in KINDS if args.kind in (None, kind) for info in discover(kind) if args.name in (None, info.name)]
+    found = [info for kind in KINDS if args.kind in (None, kind) for info in installed(kind)]
+    found = [info for info in found if args.name in (None, info.name, info.full_name)]
+    entries = [_entry(info, info.card) for info in found]
     if args.json:
-        print(json.dumps([_entry(info) for info in found], indent=1))
-        return EXIT_OK
-    names = [info.name for info in found]
-    rows = []
-    for info in found:
-        clash = names.count(info.name) > 1 and sum(other.kind == info.kind and other.name == info.name for other in found) > 1
-        rows.append((info.kind, info.full_name if clash else info.name, info.owner, _line(info)))
-    print(table(("kind", "name", "from", "what"), rows))
-    return EXIT_OK
+        print(json.dumps(entries, indent=1))
+    elif args.name:
+        print("\n\n".join(map(_details, entries)) or f"nothing called {args.name} is installed")
+    else:
+        times = Counter((info.kind, info.name) for info in found)
+        names = [info.name if times[info.kind, info.name] == 1 else info.full_name for info in found]
+        rows = [(e["kind"], name, _owner(e), e["state"], _line(e)) for name, e in zip(names, entries, strict=True)]
+        print(table(("kind", "name", "from", "state", "what [options]"), rows))
+    return EXIT_OK if entries or not args.name else EXIT_CONFIG
 
 
-def _entry(info: PluginInfo) -> dict[str, Any]:
-    card = info.card
-    return {**dataclasses.asdict(info), **dataclasses.asdict(card), "problem": _doubt(info)}
+def _entry(info: PluginInfo, card: Card) -> dict[str, Any]:
+    """All that is known of a plug-in without importing it. state: ok, quarantined (why and fix), or hidden."""
+    finding = look(info, card)
+    if not allowed(info):
+        finding = Finding(info, f"{ALLOW_VARIABLE} leaves it out", f"add {info.name} to {ALLOW_VARIABLE}, or unset it")
+    state = ("quarantined" if allowed(info) else "hidden") if finding.problem else "ok"
+    about = {"group": KINDS[info.kind].group, "state": state, "why": finding.problem, "fix": finding.fix}
+    known = dataclasses.asdict(card)
+    del known["problem"]
+    return {**dataclasses.asdict(info), **about, **known}
 
 
-def _line(info: PluginInfo) -> str:
-    doubt = _doubt(info)
-    return f"! {doubt}" if doubt else info.card.help
+def _owner(entry: dict[str, Any]) -> str:
+    return f"{entry['distribution']} {entry['version']}"
 
 
-def _doubt(info: PluginInfo) -> str:
-    """What its source already tells about a plug-in that will not work."""
-    card = info.card
-    if card.missing:
-        return f"needs {', '.join(card.missing)}, which is missing"
-    return card.problem or ("" if card.api in SUPPORTED_APIS else f"is written for api {card.api}")
+def _line(entry: dict[str, Any]) -> str:
+    options = f"[{', '.join(option['name'] for option in entry['options'])}]" if entry["options"] else ""
+    why = f"! {entry['why']}." if entry["why"] else ""
+    return " ".join(filter(None, (why, entry["help"], options)))
+
+
+def _details(entry: dict[str, Any]) -> str:
+    """One plug-in with its options, one on a line."""
+    lines = [f"{entry['kind']}/{entry['name']} ({_owner(entry)}): {entry['help']}"]
+    lines += [f"  state    {entry['state']}" + (f": {entry['why']}" if entry["why"] else "")]
+    lines += [f"  fix      {entry['fix']}"] if entry["fix"] else []
+    lines += [f"  code     {entry['value']}, {entry['file'] or 'no file'}:{entry['line']}, api {entry['api']}"]
+    for option in entry["options"]:
+        value = "(must be given)" if option["default"] is None else f"= {option['default']}"
+        lines.append(f"  {option['name']}: {option['type']} {value}" + (f"  # {option['help']}" if option["help"] else ""))
+    return "\n".join(lines)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from posttrain.plugins.doctor import doctor
-
     findings = doctor(args.kind, args.name)
     for finding in findings:
         mark = "!" if finding.problem else "ok"

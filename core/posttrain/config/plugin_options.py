@@ -15,9 +15,9 @@ from posttrain.config.layers import Layers
 from posttrain.config.preference import check_preference
 from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, Plugin, RunConfig
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import PosttrainError
 from posttrain.plugins.build import option_fields
-from posttrain.plugins.kinds import SUPPORTED_APIS
+from posttrain.plugins.kinds import speaks
 from posttrain.plugins.resolution import find, resolve
 
 if TYPE_CHECKING:
@@ -113,17 +113,13 @@ class PluginCheck:
     def fields(self, kind: str, name: str) -> list[Field]:
         """The option fields of a plug-in: from its class, or from its source where that says it all. Raises PluginError."""
         info = find(kind, name)
-        if kind not in _IMPORTED and info is not None and info.card.api in SUPPORTED_APIS and not info.card.missing:
+        if kind not in _IMPORTED and info is not None and speaks(info.card.api) and not info.card.missing:
             fields = option_fields(info.card)
             if fields is not None or kind == "datapackers":
                 return fields or []
         cls = resolve(kind, name)
         options = getattr(cls, "Options", None) if isinstance(cls, type) else None
-        if options is None:
-            return []
-        if not (isinstance(options, type) and dataclasses.is_dataclass(options)):
-            raise ConfigError(f"{name}.Options is not a dataclass", fix="decorate it: @dataclass(frozen=True, kw_only=True)")
-        return fields_of(options)
+        return [] if options is None else fields_of(options)
 
     def lacks(self, kind: str, name: str, fields: list[Field]) -> Callable[[str, Any], bool]:
         """Whether a plug-in lacks an option, or has it in name only (`use_ppo_clip` of an algorithm without that clip)."""

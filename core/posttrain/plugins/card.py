@@ -95,6 +95,7 @@ def read_card(value: str) -> Card:
         api=_api(node),
         options=tuple(fields.values()),
         complete=complete,
+        problem=_options_problem(node),
         missing=missing,
     )
 
@@ -111,6 +112,23 @@ def _api(node: ast.ClassDef) -> Any:
         if any(isinstance(t, ast.Name) and t.id == "api" for t in targets) and isinstance(value, ast.Constant):
             return value.value
     return 1
+
+
+def _options_problem(node: ast.ClassDef) -> str:
+    """Why the nested `Options`, as written, are no options; "" when nothing is seen. `construction` checks the class itself."""
+    options = next((one for one in node.body if isinstance(one, ast.ClassDef) and one.name == "Options"), None)
+    if options is None:
+        return ""
+    if not options.decorator_list and any(isinstance(one, ast.AnnAssign) for one in options.body):
+        return "its Options are not a dataclass"
+    for one in options.body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.value, (ast.List, ast.Dict, ast.Set)):
+            return f"its option {ast.unparse(one.target)} has a mutable default"
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and isinstance(one.value, ast.Constant):
+            name = one.targets[0].id
+            if not name.startswith("_") and not name.isupper():
+                return f"its option {name} has no type"
+    return ""
 
 
 def _option_fields(scope: Scope, node: ast.ClassDef) -> tuple[dict[str, Option], bool]:

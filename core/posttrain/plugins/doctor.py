@@ -1,6 +1,6 @@
 """Every visible plug-in, tried one by one in quarantine: what works, what does not, why, and what to type.
 
-`quarantined` looks without importing and is cheap enough for the start of a run; `doctor` imports each.
+`look` and `quarantined` read the source and import nothing, cheap enough for the start of a run; `doctor` imports each.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass
 
 from posttrain.errors import PosttrainError
+from posttrain.plugins.card import Card
 from posttrain.plugins.discovery import PluginInfo, discover
-from posttrain.plugins.kinds import KINDS, SUPPORTED_APIS
+from posttrain.plugins.kinds import KINDS, speaks
 from posttrain.plugins.problems import install_command
 from posttrain.plugins.resolution import import_target, resolve
 
@@ -35,18 +36,23 @@ def doctor(kind: str | None = None, name: str | None = None) -> list[Finding]:
     return [_try(info) for info in wanted]
 
 
+def look(info: PluginInfo, card: Card | None = None) -> Finding:
+    """What the source of a plug-in already tells about it: its file, syntax, imports, api and `Options`. Imports nothing."""
+    card = card or info.card
+    doctor_it = f"posttrain plugins doctor {info.name}"
+    if card.missing:
+        return Finding(info, f"needs {card.missing[0]!r}, which is missing", install_command(card.missing[0], info))
+    if card.problem:
+        return Finding(info, card.problem, doctor_it)
+    if not speaks(card.api):
+        return Finding(info, f"is written for api {card.api}", doctor_it)
+    return Finding(info)
+
+
 def quarantined() -> list[Finding]:
-    """The plug-ins of other distributions that cannot work, as far as their source tells: file, syntax, api, imports."""
-    findings = []
-    for info in (info for kind in KINDS for info in discover(kind) if not info.builtin):
-        card = info.card
-        if card.missing:
-            findings.append(Finding(info, f"needs {card.missing[0]!r}, which is missing", install_command(card.missing[0], info)))
-        elif card.problem:
-            findings.append(Finding(info, card.problem, f"posttrain plugins doctor {info.name}"))
-        elif card.api not in SUPPORTED_APIS:
-            findings.append(Finding(info, f"is written for api {card.api}", f"posttrain plugins doctor {info.name}"))
-    return findings
+    """The plug-ins of other distributions that cannot work, as far as their source tells."""
+    findings = [look(info) for kind in KINDS for info in discover(kind) if not info.builtin]
+    return [finding for finding in findings if finding.problem]
 
 
 def _try(info: PluginInfo) -> Finding:

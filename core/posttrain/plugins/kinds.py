@@ -7,8 +7,19 @@ from dataclasses import dataclass
 
 from posttrain.errors import ConfigError
 
-SUPPORTED_APIS = (1,)
-"""Versions of the plug-in contracts that this posttrain can drive. A plug-in that names none means 1."""
+API = 1
+"""The version of the plug-in contracts. This posttrain drives plug-ins of this version and of the one before it; a plug-in that
+names none means 1. It changes only when a plug-in has to be changed (see docs/reference/stability.md)."""
+
+
+def supported_apis() -> tuple[int, ...]:
+    """The accepted versions, oldest first: the previous and the current one; there is no version before 1."""
+    return tuple(range(max(API - 1, 1), API + 1))
+
+
+def speaks(api: object) -> bool:
+    """Whether plug-ins of this version are accepted."""
+    return isinstance(api, int) and not isinstance(api, bool) and api in supported_apis()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +30,16 @@ class Kind:
     noun      as in a sentence
     base      `module:Class` that a plug-in subclasses; imported only to check one. None: not a class (experiment catalogs)
     factory   whether a zero-argument callable that returns an instance is accepted too
+    instance  whether an instance that a person made is accepted too
+    init      what posttrain hands to the constructor, by name
     """
 
     name: str
     noun: str
     base: str | None
     factory: bool = False
+    instance: bool = False
+    init: tuple[str, ...] = ("options",)
 
     @property
     def group(self) -> str:
@@ -42,11 +57,12 @@ class Kind:
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("algorithms", "algorithm", "posttrain.objective.algorithm:Algorithm"),
-        Kind("datapackers", "DataPacker", "posttrain.data.packer:DataPacker", factory=True),
-        Kind("envs", "environment", "posttrain.data.environment:Environment"),
-        Kind("engines", "engine", "posttrain.rollout.engine:Engine"),
+        Kind("algorithms", "algorithm", "posttrain.objective.algorithm:Algorithm", init=("options", "context")),
+        Kind("datapackers", "DataPacker", "posttrain.data.packer:DataPacker", factory=True, init=()),
+        Kind("envs", "environment", "posttrain.data.environment:Environment", instance=True),
+        Kind("engines", "engine", "posttrain.rollout.engine:Engine", init=("spec", "options")),
         Kind("transports", "transport", "posttrain.weights.transport:Transport"),
+        Kind("hooks", "hook", "posttrain.hooks.hook:Hook", instance=True),
         Kind("experiments", "experiment catalog", None),
     )
 }

@@ -1,6 +1,7 @@
-"""The five ways in which a selected plug-in can fail, each with owner, file and the command that fixes it.
+"""The ways in which a selected plug-in can fail, each with owner, file and the command that fixes it.
 
-plugin-not-installed · plugin-dependency · plugin-import · plugin-type · plugin-api, and plugin-ambiguous for names that clash.
+plugin-not-installed · plugin-dependency · plugin-import · plugin-type · plugin-api · plugin-options, and plugin-ambiguous for
+names that clash.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from pathlib import Path
 
 from posttrain.errors import PluginError
 from posttrain.plugins.discovery import ALLOW_VARIABLE, PluginInfo, discover, installed, normalised
-from posttrain.plugins.kinds import SUPPORTED_APIS, Kind
+from posttrain.plugins.kinds import Kind, supported_apis
+from posttrain.plugins.known import elsewhere
 
 ANCHOR = "troubleshooting.md#plug-ins"
+_LIBRARY = Path(traceback.__file__).parent
 _DISTRIBUTION_OF = {  # modules whose distribution has another name
     "yaml": "PyYAML",
     "PIL": "pillow",
@@ -43,6 +46,15 @@ def not_installed(kind: Kind, ref: str, where: str = "") -> PluginError:
             anchor=ANCHOR,
         )
     names = sorted({info.name for info in known})
+    if brings := elsewhere(kind.name, ref):
+        return PluginError(
+            f"{kind.noun} {ref!r} is not installed; {brings[0]} brings it",
+            cause=f"installed: {', '.join(names) or 'none'}",
+            where=where,
+            code="plugin-not-installed",
+            anchor=ANCHOR,
+            fix=brings[1],
+        )
     near = nearest(ref, names)
     owner = next((info.owner for info in known if info.name == near), "")
     return PluginError(
@@ -69,7 +81,7 @@ def ambiguous(kind: Kind, ref: str, found: Iterable[PluginInfo], where: str = ""
 
 def import_failed(kind: Kind, ref: str, target: str, info: PluginInfo | None, exc: BaseException, where: str = "") -> PluginError:
     """The module of a plug-in could not be imported: a dependency is missing, or the import raised."""
-    subject = f"{kind.noun} {ref!r}" + (f" ({info.owner})" if info else "")
+    subject = _subject(kind, ref, info)
     at = location(exc, target)
     missing = missing_dependency(exc, target)
     if missing:
@@ -93,34 +105,48 @@ def import_failed(kind: Kind, ref: str, target: str, info: PluginInfo | None, ex
     )
 
 
-def wrong_type(kind: Kind, ref: str, info: PluginInfo | None, got: str, file: str = "", where: str = "") -> PluginError:
-    """The plug-in is there, but it is not a subclass of its base class."""
-    base = (kind.base or "").replace(":", ".")
+def wrong_type(
+    kind: Kind, ref: str, info: PluginInfo | None, got: str, file: str = "", where: str = "", *, fix: str = ""
+) -> PluginError:
+    """The plug-in is there, but it is not a subclass of its base class, or cannot be constructed as one."""
+    subclass = f"make it a concrete subclass of {(kind.base or '').replace(':', '.')}"
     return PluginError(
-        f"{kind.noun} {ref!r}" + (f" ({info.owner})" if info else "") + f" {got}",
+        f"{_subject(kind, ref, info)} {got}",
         cause=file,
         where=where,
-        fix=f"make it a concrete subclass of {base}" + (", or a zero-argument function that returns one" if kind.factory else ""),
+        fix=fix or subclass + (", or a zero-argument function that returns one" if kind.factory else ""),
         code="plugin-type",
         anchor=ANCHOR,
     )
 
 
+def bad_options(
+    kind: Kind, ref: str, info: PluginInfo | None, fault: tuple[str, str], file: str = "", where: str = ""
+) -> PluginError:
+    """The nested `Options` is no dataclass that can be read and checked; `fault` says what is wrong and how to mend it."""
+    return PluginError(
+        f"{_subject(kind, ref, info)} {fault[0]}", cause=file, where=where, fix=fault[1], code="plugin-options", anchor=ANCHOR
+    )
+
+
 def wrong_api(kind: Kind, ref: str, info: PluginInfo | None, api: object, file: str = "", where: str = "") -> PluginError:
     """The plug-in was written for another version of its contract."""
-    newer = isinstance(api, int) and api > max(SUPPORTED_APIS)
-    spoken = ", ".join(map(str, SUPPORTED_APIS))
-    owner = f" ({info.owner})" if info else ""
+    newer = isinstance(api, int) and api > max(supported_apis())
+    spoken = " and ".join(map(str, supported_apis()))
     name = info.distribution if info else "the plug-in"
     cause = f"its api is too {'new' if newer else 'old'}"
     return PluginError(
-        f"{kind.noun} {ref!r}{owner} is written for api {api}, this posttrain speaks {spoken}",
+        f"{_subject(kind, ref, info)} is written for api {api!r}, this posttrain speaks {spoken}",
         cause=f"{file}: {cause}" if file else cause,
         fix="pip install --upgrade posttrain" if newer else f"pip install --upgrade {name}",
         where=where,
         code="plugin-api",
         anchor=ANCHOR,
     )
+
+
+def _subject(kind: Kind, ref: str, info: PluginInfo | None) -> str:
+    return f"{kind.noun} {ref!r}" + (f" ({info.owner})" if info else "")
 
 
 def missing_dependency(exc: BaseException, target: str) -> str | None:
@@ -165,12 +191,13 @@ def _requirements(info: PluginInfo) -> list[str]:
 
 
 def location(exc: BaseException, target: str) -> str:
-    """`file.py:3` where the plug-in's import failed."""
+    """`file.py:3` where the plug-in's import failed: the deepest line that is not of Python's own library."""
     if isinstance(exc, SyntaxError) and exc.filename:
         return f"{exc.filename}:{exc.lineno}"
     frames = traceback.extract_tb(exc.__traceback__)
     ours = [i for i, frame in enumerate(frames) if Path(frame.filename) == Path(__file__).with_name("resolution.py")]
     frames = [frame for frame in frames[ours[-1] + 1 if ours else 0 :] if "importlib" not in frame.filename]  # type: ignore[assignment]
+    frames = [frame for frame in frames if Path(frame.filename).parent != _LIBRARY] or frames  # type: ignore[assignment]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else target
 
 

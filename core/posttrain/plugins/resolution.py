@@ -17,8 +17,9 @@ from typing import Any
 
 from posttrain.errors import error
 from posttrain.plugins import problems
+from posttrain.plugins.construction import constructor_fault, dataclass_fault, options_fault
 from posttrain.plugins.discovery import PluginInfo, discover, normalised
-from posttrain.plugins.kinds import SUPPORTED_APIS, Kind, kind_of
+from posttrain.plugins.kinds import Kind, kind_of, speaks
 from posttrain.plugins.objects import PREFIX, held
 
 
@@ -33,9 +34,9 @@ def resolve(kind: str, ref: Any, *, where: str = "") -> Any:
         return validate(spec, getattr(ref, "__name__", repr(ref)), None, ref, where)
     info = find(kind, ref, where=where)
     if info is not None:
-        api = info.card.api
-        if api not in SUPPORTED_APIS:
-            raise problems.wrong_api(spec, ref, info, api, info.card.file, where)
+        card = info.card
+        if not speaks(card.api):
+            raise problems.wrong_api(spec, ref, info, card.api, f"{card.file}:{card.line}", where)
     target = info.value if info else target_of(ref)
     if target.startswith(PREFIX):
         return validate(spec, ref, None, held(target), where)
@@ -44,6 +45,8 @@ def resolve(kind: str, ref: Any, *, where: str = "") -> Any:
     except (Exception, SystemExit) as exc:
         if info is None and spec.name == "datapackers":
             raise error("E9", path=ref, reason=f"{type(exc).__name__}: {exc}") from exc
+        if fault := dataclass_fault(exc, target):
+            raise problems.bad_options(spec, ref, info, fault, problems.location(exc, target), where) from exc
         raise problems.import_failed(spec, ref, target, info, exc, where) from exc
     return validate(spec, ref, info, loaded, where)
 
@@ -91,7 +94,7 @@ def validate(kind: Kind, ref: str, info: PluginInfo | None, loaded: Any, where: 
     file = _file_of(loaded)
     base = kind.base_class
     if not isinstance(loaded, type):
-        if (kind.factory and callable(loaded)) or (info is None and kind.name == "envs" and isinstance(loaded, base)):
+        if (kind.factory and callable(loaded)) or (info is None and kind.instance and isinstance(loaded, base)):
             return loaded
         raise problems.wrong_type(kind, ref, info, f"is {_describe(loaded)}", file, where)
     if not issubclass(loaded, base):
@@ -102,10 +105,20 @@ def validate(kind: Kind, ref: str, info: PluginInfo | None, loaded: Any, where: 
     if inspect.isabstract(loaded):
         missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
         raise problems.wrong_type(kind, ref, info, f"leaves methods undefined: {missing}", file, where)
-    api = getattr(loaded, "api", 1)
-    if api not in SUPPORTED_APIS:
+    api = _declared_api(loaded, base)
+    if not speaks(api):
         raise problems.wrong_api(kind, ref, info, api, file, where)
+    if fault := constructor_fault(kind, loaded):
+        raise problems.wrong_type(kind, ref, info, fault[0], file, where, fix=fault[1])
+    if fault := options_fault(loaded):
+        raise problems.bad_options(kind, ref, info, fault, file, where)
     return loaded
+
+
+def _declared_api(cls: type, base: type) -> Any:
+    """The `api` of the plug-in's own classes, those that are not posttrain's; 1 when they name none."""
+    own = (vars(one)["api"] for one in cls.__mro__[: cls.__mro__.index(base)] if "api" in vars(one))
+    return next(own, 1)
 
 
 def _import_module(name: str) -> Any:

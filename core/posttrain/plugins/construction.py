@@ -1,0 +1,101 @@
+"""What must hold of a plug-in's class before an instance is made: how it is constructed, and its nested `Options`.
+
+    class Words(Environment):
+        @dataclass(frozen=True, kw_only=True)
+        class Options:
+            length: int = 5  # letters of a word
+
+posttrain makes every plug-in itself, from checked options. So a constructor takes `options` (and what `Kind.init` names) and says
+so: with `*args` or `**kwargs` a wrong option would be taken silently. Each check gives `(what is wrong, how to fix it)`, or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from typing import Any
+
+from posttrain.plugins.kinds import Kind
+
+DECORATE = "decorate it: @dataclass(frozen=True, kw_only=True)"
+_DATACLASSES = dataclasses.__file__
+
+Fault = tuple[str, str]
+
+
+def constructor_fault(kind: Kind, cls: type) -> Fault | None:
+    """A constructor that posttrain cannot call with the arguments of `kind`, by name."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # a class of an extension module
+        return None
+    wanted = f"define __init__(self{''.join(f', {name}' for name in kind.init)})"
+    loose = [str(p) for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if loose:
+        return f"takes {' and '.join(loose).partition(':')[0]}, so a wrong option would pass unnoticed", wanted
+    names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    lacking = [name for name in kind.init if name not in names]
+    if lacking:
+        return f"has a constructor without {' and '.join(lacking)}", wanted
+    extra = [p.name for p in parameters if p.default is p.empty and p.name not in kind.init]
+    if extra:
+        return f"has a constructor that needs {' and '.join(extra)}", f"make it an option: a field of its Options; {wanted}"
+    return None
+
+
+def options_fault(cls: type) -> Fault | None:
+    """An `Options` whose fields posttrain cannot read and check."""
+    options = getattr(cls, "Options", None)
+    if options is None:
+        return None
+    if not isinstance(options, type):
+        return f"has Options that are {_a(type(options).__name__)}, not a dataclass", "nest a dataclass called Options"
+    if not dataclasses.is_dataclass(options):
+        return "has Options that are not a dataclass", DECORATE
+    known = {field.name for field in dataclasses.fields(options)}
+    for owner in options.__mro__[:-1]:
+        if not vars(owner).get("__dataclass_params__") and (added := _annotated(owner) - known):
+            return f"has Options without a decorator, so {', '.join(sorted(added))} would be ignored", DECORATE
+        typed = vars(owner).get("__annotations__", {})
+        if bare := [name for name, value in vars(owner).items() if _plain(name, value) and name not in typed]:
+            value = vars(owner)[bare[0]]
+            fix = f"annotate it: {bare[0]}: {type(value).__name__} = {value!r}"
+            return f"has an option without a type, which a dataclass does not see: {bare[0]}", fix
+    from posttrain.config.walker import fields_of
+
+    try:
+        fields_of(options)
+    except Exception as exc:
+        return f"has Options whose types cannot be read: {type(exc).__name__}: {exc}", "import their names at the top of the file"
+    return None
+
+
+def dataclass_fault(exc: BaseException, target: str) -> Fault | None:
+    """An import that raised because `@dataclass` refused a class called `Options`."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    if not frames or frames[-1].filename != _DATACLASSES or not isinstance(exc, (TypeError, ValueError)):
+        return None
+    around = next((frame for frame in reversed(frames) if frame.filename != _DATACLASSES), None)
+    if around is None or around.name != target.rpartition(":")[2].rpartition(".")[2]:  # the body of the plug-in's class
+        return None
+    if "mutable default" in str(exc):
+        fix = "write field(default_factory=…) for that default"
+    elif "non-frozen" in str(exc):
+        fix = DECORATE
+    else:
+        fix = "add kw_only=True, or give that field a default" if "non-default" in str(exc) else DECORATE
+    return f"has Options that cannot be a dataclass: {exc}", fix
+
+
+def _annotated(owner: type) -> set[str]:
+    return {name for name, hint in vars(owner).get("__annotations__", {}).items() if "ClassVar" not in str(hint)}
+
+
+def _plain(name: str, value: Any) -> bool:
+    """Whether a class attribute is a value that was meant as an option, and no constant."""
+    return not name.startswith("_") and not name.isupper() and isinstance(value, (bool, int, float, str, list, dict, tuple, set))
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
