@@ -102,9 +102,10 @@ def test_a_row_is_aligned_to_the_token():
 
 
 def test_a_mask_shifted_by_one_is_refused_in_words():
-    with pytest.raises(PackerError, match="ShiftedPacker.get_policy_input changed the trajectory") as caught:
+    with pytest.raises(PackerError, match=r"ShiftedPacker.get_policy_input changed .* its mask is shifted by one") as caught:
         make_row(trajectory("a", 0, 1.0), ShiftedPacker(), 0.0, 0.0)
-    assert "about token t itself" in str(caught.value)
+    assert "mask[t] is about token t itself" in caught.value.cause and "cosmos-rl" in caught.value.cause
+    assert "[False, *mask[:-1]]" in caught.value.fix
 
 
 def test_a_packer_that_writes_into_the_trajectory_is_refused_too():

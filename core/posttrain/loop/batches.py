@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from posttrain.errors import PackerError
+from posttrain.data.packed_row import packed_row
 from posttrain.loop.cohort import Batch, Cohort
 from posttrain.objective.algorithm import PreferenceAlgorithm
 from posttrain.objective.groups import baselines, group_stats, informative_rows
@@ -67,17 +67,7 @@ def make_row(
 
     Raises PackerError when they are not, and E13 for a BOS or EOS that is doubled or missing.
     """
-    sampled, trained = list(trajectory.token_ids), list(trajectory.mask)  # a packer may write into what it is given
-    item = packer.get_policy_input(trajectory)
-    ids, mask = [int(i) for i in item["input_ids"]], [bool(m) for m in item["mask"]]
-    prompt = len(ids) - len(sampled)
-    if prompt < 0 or ids[prompt:] != sampled or mask != [False] * prompt + trained:
-        raise PackerError(
-            f"{type(packer).__name__}.get_policy_input changed the trajectory {trajectory.sample_id!r}",
-            cause="its ids must end with the sampled ids, and mask[t] is about token t itself, not the position that predicts it",
-            fix="return prompt_ids + token_ids and [False] * len(prompt_ids) + mask",
-            anchor="howto/custom-datapacker.md#masks",
-        )
+    ids, mask, prompt = packed_row(packer, trajectory)
     packer.special_tokens.check(ids)
     if trajectory.finish_reason == "stop":
         packer.special_tokens.check_ending(ids)
