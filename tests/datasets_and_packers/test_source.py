@@ -106,8 +106,10 @@ def test_a_function_by_its_path(folder: Path) -> None:
         assert [row["q"] for row in both(data=f"mine.py:{name}")[0]] == list(range(5))
     assert "FileNotFoundError" in refused("data", data="mine.py:fails").cause
     assert "has no attribute 'other'" in refused("data", data="mine.py:other").cause
-    assert refused("no-dataset", data="mine.py:number").message == "the data of mine.py:number gave an int, which is no dataset"
-    assert refused("unreadable-row", data="mine.py:breaks").message == "the data of mine.py:breaks failed after row 1"
+    assert refused("no-dataset", data="mine.py:number").message == (
+        f"the data of {folder}/mine.py:number gave an int, which is no dataset"
+    )
+    assert refused("unreadable-row", data="mine.py:breaks").message == f"the data of {folder}/mine.py:breaks failed after row 1"
 
 
 def test_a_folder_has_the_splits_that_its_files_are_named_by(folder: Path) -> None:
@@ -289,3 +291,13 @@ def test_an_environment_s_options_are_read_without_importing_it(folder: Path, mo
     assert card.complete and list(read) == [*DataOptions.__dataclass_fields__, "lenient"]
     assert read["take"] == (int | None, None) and read["data_split"] == (str, "train") and read["streaming"] == (bool, False)
     assert all(option.help for option in card.options)
+
+
+def test_options_name_the_same_data_in_every_directory(folder: Path) -> None:
+    names = {"my.jsonl": f"{folder}/my.jsonl", "data/*.csv": f"{folder}/data/*.csv", "m.py:rows": f"{folder}/m.py:rows",
+             "~/x.json": str(Path("~/x.json").expanduser()), "pkg.mod:rows": "pkg.mod:rows", "openai/gsm8k": "openai/gsm8k",
+             "object:data": "object:data"}  # fmt: skip
+    assert {name: DataOptions(data=name).data for name in names} == names
+    kept = DataOptions(data="openai/gsm8k", filter="m.py:keep", test_data="t.jsonl")
+    assert (kept.filter, kept.test_data) == (f"{folder}/m.py:keep", f"{folder}/t.jsonl")
+    assert DataOptions(data="openai/gsm8k", filter="pkg.mod.keep").filter == "pkg.mod.keep"

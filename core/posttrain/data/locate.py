@@ -22,6 +22,7 @@ from typing import Any
 from posttrain.data.records import BOM, Csv, JsonLines, Tsv, decode, read_csv, read_lines, refuse_other_encodings
 from posttrain.data.tables import Joined, Listed, Stream, StreamRow, Table
 from posttrain.errors import DataError
+from posttrain.plugins.functions import absolute
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 SPLIT_WORDS = {
@@ -58,6 +59,13 @@ def find_tables(
     from posttrain.data.hub_data import load_hub
 
     return load_hub(text, config, split, streaming=streaming)
+
+
+def absolute_data(text: str) -> str:
+    """What a text names, the same in every directory: paths made absolute, names of modules and of a hub as they are."""
+    if text.startswith("object:") or not (_REFERENCE.match(text) or _looks_like_path(text)):
+        return text
+    return absolute(text) if _REFERENCE.match(text) else os.path.abspath(os.path.expanduser(text))
 
 
 def _looks_like_path(text: str) -> bool:

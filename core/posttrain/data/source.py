@@ -61,6 +61,12 @@ class DataOptions:
             raise ConfigError("test_data and test_size are both set", fix="keep one: rows of their own, or a share of `data`")
         if take is not None and take < 1:
             raise ConfigError(f"take={take} must be at least 1", fix="leave take out to train on all rows")
+        from posttrain.data.locate import absolute_data
+        from posttrain.plugins.functions import absolute
+
+        for name, anywhere in (("data", absolute_data), ("test_data", absolute_data), ("filter", absolute)):
+            if isinstance(text := getattr(self, name), str):  # a resume may start in another directory
+                object.__setattr__(self, name, anywhere(text))
 
 
 def open_rows(options: DataOptions, split: Split, *, required: Sequence[str] = (), same: Sequence[str] = ()) -> View:

@@ -14,7 +14,6 @@ event loop, and a list may hold both.
 from __future__ import annotations
 
 import asyncio
-import os
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,10 +21,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from posttrain.data.environment import ChatOrText, Environment, EpisodeState, Prompt, RowDataset, Split, is_messages
-from posttrain.data.locate import SUFFIXES
 from posttrain.data.source import DataOptions, open_rows
 from posttrain.errors import ConfigError, DataError
-from posttrain.plugins.functions import absolute
 from posttrain.plugins.objects import PREFIX
 from posttrain.types import Message, Reward
 from posttrain_envs.reward_functions import RewardFunction, canonical, combine, load_functions
@@ -53,8 +50,6 @@ class Function(Environment):
             if self.data is None:
                 raise ConfigError("data is missing", cause="there is nothing to ask", fix="data=my.jsonl")
             object.__setattr__(self, "reward", canonical(self.reward))
-            for name in ("data", "test_data", "filter"):
-                object.__setattr__(self, name, _anywhere(getattr(self, name)))
             load_functions(self.reward)
             _template_columns(self.prompt)
 
@@ -146,15 +141,6 @@ class Function(Environment):
             )
         own = [Message(**message) for message in messages]
         return own if not o.system or own[0].get("role") == "system" else [Message(role="system", content=o.system), *own]
-
-
-def _anywhere(ref: Any) -> Any:
-    """A path or reference that means the same in another current directory."""
-    if not isinstance(ref, str):
-        return ref
-    path = os.path.expanduser(ref)
-    local = os.path.exists(path) or path.endswith(SUFFIXES) or path.startswith(".")
-    return os.path.abspath(path) if local else absolute(ref)
 
 
 def _revived(cls: type[Function], options: Any, objects: Mapping[str, RewardFunction]) -> Function:
