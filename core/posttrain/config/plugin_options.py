@@ -1,7 +1,8 @@
 """The options of the selected plug-ins, checked as strictly as the rest: objective, environments, engine, transport.
 
 Names are looked up, source is read; algorithms and environments are imported, too, because their classes know what their options
-mean together. Engines and transports are checked from their source and imported when they start.
+mean together. posttrain's own engines, transports and packers are checked from their source and imported when they are made; those
+of others are imported here, so that a broken one is told before there is a run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, Plugi
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
 from posttrain.errors import PosttrainError
 from posttrain.plugins.build import option_fields
-from posttrain.plugins.kinds import speaks
 from posttrain.plugins.resolution import find, resolve
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PluginCheck:
         environments = tuple(self.environment(e, f"environments[{i}]") for i, e in enumerate(config.environments))
         if config.weights.transport != "auto":
             self.options("transports", config.weights.transport, {}, "weights.transport", "weights")
-        if config.rl.data.packer and "." not in config.rl.data.packer:
+        if config.rl.data.packer:
             self.options("datapackers", config.rl.data.packer, {}, "rl.data.packer", "rl.data")
         self.walker.problems += check_preference(config)
         return replace(
@@ -113,7 +113,7 @@ class PluginCheck:
     def fields(self, kind: str, name: str) -> list[Field]:
         """The option fields of a plug-in: from its class, or from its source where that says it all. Raises PluginError."""
         info = find(kind, name)
-        if kind not in _IMPORTED and info is not None and speaks(info.card.api) and not info.card.missing:
+        if kind not in _IMPORTED and info is not None and info.builtin and not info.card.missing:
             fields = option_fields(info.card)
             if fields is not None or kind == "datapackers":
                 return fields or []
