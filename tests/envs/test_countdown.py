@@ -7,7 +7,7 @@ import json
 import pickle
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ ENV = Countdown()
 class TestCountdownContract(EnvContract):
     @pytest.fixture
     def env(self) -> Environment:
-        return Countdown(Countdown.Options(size=60, test_size=20))
+        return Countdown(Countdown.Options(size=60, test_size=20, numbers=(2,)))
+
+    def gold(self, row: Mapping[str, Any]) -> str | None:
+        """By trying: one of the four operations does it."""
+        a, b = row["nums"]
+        found = [text for x, y in ((a, b), (b, a)) for text in (f"{x}+{y}", f"{x}-{y}", f"{x}*{y}", f"{x}/{y}")
+                 if eval(text) == row["target"]]
+        return f"<answer>{found[0]}</answer>"
 
 
 class TestCountdownFromAFile(EnvContract):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import pytest
 
 from posttrain.data.environment import Environment
@@ -15,6 +18,9 @@ class TestArithmetic(EnvContract):
     def env(self) -> Environment:
         return Arithmetic(Arithmetic.Options(operations=("+", "-", "*"), size=500, test_size=50))
 
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return str(row["answer"])
+
 
 class TestPreference(EnvContract):
     @pytest.fixture
@@ -22,12 +28,19 @@ class TestPreference(EnvContract):
         rows = [{"id": str(i), "prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(40)]
         return Preference(Preference.Options(data=rows, test_size=8))
 
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return str(row["chosen"])
+
+    def wrong(self, row: Mapping[str, Any]) -> list[str]:
+        return [row["rejected"]]
+
 
 class TestReasoningGym(EnvContract):
-    @pytest.fixture
-    def env(self) -> Environment:
-        module = pytest.importorskip("posttrain_envs.reasoning_gym")
-        return module.ReasoningGym(module.ReasoningGym.Options(task="basic_arithmetic", size=40, test_size=20))
+    plugin = "reasoning_gym"
+    options: ClassVar = {"task": "basic_arithmetic", "size": 40, "test_size": 20}
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return f"I think so. <answer>{row['answer']}</answer>"
 
 
 class TestTheSmallestEnvironment(EnvContract):
@@ -44,3 +57,6 @@ class TestTheSmallestEnvironment(EnvContract):
         scope = {"Environment": Environment, "__name__": "__main__"}
         exec(source, scope)
         return scope["Parity"]()  # type: ignore[operator, no-any-return]
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return str(row["answer"])

@@ -85,6 +85,9 @@ class TestFunctionContract(EnvContract):
     def env(self, folder: Path) -> Environment:
         return made(test_size=5)
 
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return str(row["answer"])
+
 
 # --- what a function may return, sync and async -----------------------------------------------------------------------
 

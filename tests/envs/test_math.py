@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ class TestMathContract(EnvContract):
     def env(self, tmp_path: Path) -> Environment:
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, PLAIN)))
         return env(data=str(tmp_path / "rows.jsonl"), test_size=10)
+
+    def gold(self, row: Mapping[str, Any]) -> str:
+        return f"So it is \\boxed{{{row['answer']}}}."
 
 
 CASE_ANS_1 = (
@@ -220,7 +224,10 @@ def test_the_formats_of_the_public_sets(tmp_path: Path, form: Any, row: dict[str
 
 
 def test_repetitions_in_the_dapo_file_are_left_out_also_across_the_splits() -> None:
-    rows = [{**DAPO, "extra_info": {"index": str(i % 10)}} for i in range(100)]
+    def row(index: int) -> dict[str, Any]:
+        return {**DAPO, "prompt": [{"role": "user", "content": f"What is {index} + 1?"}], "extra_info": {"index": str(index)}}
+
+    rows = [row(i % 10) for i in range(100)]
     made = env(data=rows, test_size=5)
     train, test = ([row["extra_info"]["index"] for row in made.dataset(split)] for split in ("train", "test"))
     assert len(set(train)) == len(train) and len(set(test)) == len(test)

@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.   kind: transformers' `<kind>Config` and `<causal or kind>ForCausalLM`.   like: models of the family."""
+    """A family of models.   kind: transformers' `<kind>Config` and `<causal or kind>ForCausalLM`.   like: models of it."""
 
     kind: str
     like: str

@@ -9,7 +9,6 @@ is in the test split is replaced. (The package seeds row `i` with `seed + i`, so
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -21,6 +20,7 @@ from reasoning_gym.factory import DATASETS
 from posttrain.data.environment import Environment, EpisodeState, Prompt, Rows, Split
 from posttrain.errors import ConfigError, DataError
 from posttrain.types import Message, Reward
+from posttrain_envs.tags import last_answer
 
 _TRIES = 8
 
@@ -114,8 +114,7 @@ class ReasoningGym(Environment):
 def extract(completion: str, where: Literal["tag", "last_line", "whole"]) -> str | None:
     """The answer in a completion; None when there is none."""
     if where == "tag":
-        found = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
-        return found[-1].strip() if found else None
+        return last_answer(completion)
     lines = [line.strip() for line in completion.strip().splitlines() if line.strip()]
     if not lines:
         return None
