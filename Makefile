@@ -1,7 +1,7 @@
 # Each target sets up what it needs. `make setup` alone creates .venv; repeated calls are quick.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit integration bench docs clean
+.PHONY: help setup demo test lint unit integration test-adapters bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,6 +13,7 @@ help:
 	@echo "make setup   create .venv from requirements/cpu.txt"
 	@echo "make demo    a tiny model learns arithmetic by GRPO on this machine"
 	@echo "make test    linter, type checker and all tests"
+	@echo "make test-adapters   what does not resolve beside .venv (Trackio), tested in an environment of its own"
 	@echo "make bench   the benchmarks of docs/benchmarks.md"
 	@echo "make docs    the documentation as a static site in site/"
 
@@ -32,10 +33,19 @@ lint: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest tests --ignore=tests/integration --ignore=tests/benchmarks
+	$(BIN)/pytest tests --ignore=tests/integration --ignore=tests/benchmarks --ignore=tests/adapters
 
 integration: setup
 	$(BIN)/pytest tests/integration
+
+ADAPTERS := .venv-adapters
+SITE = import sysconfig; print(sysconfig.get_path("purelib"))
+
+test-adapters: setup
+	@[ -x $(ADAPTERS)/bin/python ] || $(BIN)/python -m venv $(ADAPTERS)
+	@$(ADAPTERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/adapters.txt
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > $$($(ADAPTERS)/bin/python -c '$(SITE)')/zz_posttrain.pth
+	$(ADAPTERS)/bin/python -m pytest tests/adapters
 
 bench: setup
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
@@ -47,4 +57,4 @@ docs: setup
 	@echo "site/index.html"
 
 clean:
-	rm -rf $(VENV) site dist build
+	rm -rf $(VENV) $(ADAPTERS) site dist build

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from posttrain.data.environment import EpisodeState as EpisodeState
     from posttrain.data.packer import DataPacker as DataPacker
     from posttrain.data.packer import init_data_packer as init_data_packer
+    from posttrain.hooks.hook import Hook as Hook
     from posttrain.loop.api import train as train
     from posttrain.loop.result import RunResult as RunResult
     from posttrain.objective.algorithm import Algorithm as Algorithm
@@ -43,6 +44,7 @@ _HOMES = {
     "posttrain.config.schema": ("RunConfig",),
     "posttrain.data.environment": ("Environment", "EpisodeState"),
     "posttrain.data.packer": ("DataPacker", "init_data_packer"),
+    "posttrain.hooks.hook": ("Hook",),
     "posttrain.loop.api": ("train",),
     "posttrain.loop.result": ("RunResult",),
     "posttrain.objective.algorithm": ("Algorithm",),

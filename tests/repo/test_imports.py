@@ -12,10 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "posttrain"
-PLUGINS = ("posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_experiments")
+PLUGINS = ("posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_hooks", "posttrain_experiments")
 LAYERS = (
     ("types", "errors"),
-    ("config", "plugins", "data"),
+    ("config", "plugins", "data", "hooks"),
     ("objective", "policy", "weights", "placement"),
     ("rollout",),
     ("loop", "tracking", "testing"),
@@ -101,7 +101,7 @@ def test_import_posttrain_is_light() -> None:
 
 
 def test_config_plugins_data_tracking_and_cli_import_nothing_heavy() -> None:
-    names = modules("config", "plugins", "data", "tracking", "cli")
+    names = modules("config", "plugins", "data", "hooks", "tracking", "cli")
     assert loaded_by("import " + ", ".join(names)) == set()
 
 

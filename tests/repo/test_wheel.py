@@ -1,4 +1,4 @@
-"""The wheel holds the five packages, their entry points and nothing else; requirements are complete pins."""
+"""The wheel holds the six packages, their entry points and nothing else; requirements are complete pins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"posttrain", "posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_experiments"}
+PLUGINS = {"posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_hooks", "posttrain_experiments"}
+PACKAGES = {"posttrain", *PLUGINS}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_it_runs_unpacked_outside_the_clone(wheel: Path, tmp_path: Path) -> None
     assert "arithmetic" in done.stdout and "(ambiguous" not in done.stdout
 
 
-def test_it_holds_the_five_packages_and_no_tests(wheel: Path) -> None:
+def test_it_holds_the_six_packages_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == PACKAGES
     assert "posttrain/py.typed" in names
@@ -93,7 +94,7 @@ def test_requirements_pin_every_dependency_of_the_package() -> None:
     assert not names & {"torchvision", "torchaudio", "torchcodec", "posttrain"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    for extra in ("cpu", "reasoning-gym", "smollm2", "plot", "dev", "docs"):
+    for extra in ("cpu", "reasoning-gym", "smollm2", "plot", "tensorboard", "wandb", "dev", "docs"):
         wanted += project["project"]["optional-dependencies"][extra]
     bare = {re.sub(r"[-_.]+", "-", re.split(r"[<>=!~ \[;]", w)[0]).lower() for w in wanted}
     assert bare - names == set()

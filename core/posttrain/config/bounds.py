@@ -96,3 +96,6 @@ def check_bounds(config: Any) -> Iterator[Problem]:
     for i, environment in enumerate(config.environments):
         if isinstance(environment.weight, float) and not _POSITIVE.holds(environment.weight):
             yield Problem(f"environments[{i}].weight", f"is {environment.weight:g}, must be {_POSITIVE}")
+    for i, hook in enumerate(config.hooks):
+        if isinstance(hook.timeout_s, float) and not _POSITIVE.holds(hook.timeout_s):
+            yield Problem(f"hooks[{i}].timeout_s", f"is {hook.timeout_s:g}, must be {_POSITIVE}")

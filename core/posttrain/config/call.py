@@ -2,6 +2,7 @@
 
     model, data, reward, env     what they say; `data` and `reward` are options of the environment
     rl={…}, **{"rl.steps": 20}   keys of the config, nested or dotted
+    hooks=[MyHook(), "wandb"]    hooks by name, class or object, or `{"name": …, "options": {…}}`
     prompt_column="question"     any option of the environment
 
 A config is text: functions, classes, rows and environments become references (see `plugins.objects`).
@@ -41,7 +42,9 @@ def call_values(
     given = {key: value for key, value in {"data": data, "reward": reward}.items() if value is not None}
     values, loose = _model(model), {}
     for key, value in (settings or {}).items():
-        if segments(key)[:1] and segments(key)[0] in _KEYS:
+        if key == "hooks" and isinstance(value, (list, tuple)):
+            values[key] = [_hook(entry, refs) for entry in value]
+        elif segments(key)[:1] and segments(key)[0] in _KEYS:
             values[key] = value
         else:
             loose[key] = value
@@ -119,6 +122,15 @@ def _environment(env: Any, refs: References) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"env has {', '.join(map(repr, unknown)) or 'no name'}", fix=fix, where="env (call)")
         env, options = env["name"], dict(env.get("options") or {})
     return env if isinstance(env, str) else refs.of(env, type(env).__name__), options
+
+
+def _hook(hook: Any, refs: References) -> dict[str, Any]:
+    """An entry of `hooks` as the config has it; the other keys of a mapping are left as they are."""
+    entry = dict(hook) if isinstance(hook, Mapping) else {"name": hook}
+    named = entry.get("name")
+    if named is not None and not isinstance(named, str):
+        entry["name"] = refs.of(named, type(named).__name__)
+    return entry
 
 
 def _is_option(key: str, environment: str) -> bool:

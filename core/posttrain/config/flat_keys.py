@@ -89,6 +89,8 @@ FLAT_KEYS: dict[str, str] = {
     "eval_before_training": "validation.prompts (above 0, a run validates before its first and after its last step)",
     "eval_after_training": "validation.prompts (above 0, a run validates before its first and after its last step)",
     "rollout_block_size": "tracking.rollouts_every (steps between rollout files)",
+    "use_wandb": "hooks (a list of trackers: [{name: wandb}])",
+    "wandb_project": "hooks (an option of the entry: [{name: wandb, options: {project: NAME}}])",
     "wandb_run_name": "name",
     "wandb_tags": "tracking.tags (a mapping, written to provenance.json)",
     "env_worker_pool_size": "rollout.reward_workers",
@@ -132,7 +134,6 @@ ABSENT: dict[str, str] = {
         "an engine that takes weight updates keeps its weights in place",
     ),
     "track_gpu_events": "what each role did when is always recorded, in the run's events.jsonl",
-    "use_wandb": "a run is recorded in plain files of its own directory; there are no trackers yet",
     "enable_vllm_tracing": "the engine's requests are not traced",
     "otlp_receiver_port": "the engine's requests are not traced",
 }
@@ -141,7 +142,7 @@ ABSENT: dict[str, str] = {
 FAMILIES: dict[str, str] = {
     "megatron_": "the policy is a Hugging Face model under FSDP2 (grid.dp_shard, grid.dp_replicate), not Megatron",
     "ray_": "roles run in this process; Ray is not used yet (grid)",
-    "wandb_": "a run is recorded in plain files of its own directory; there are no trackers yet",
+    "wandb_": "what the hook wandb can be told is in its options, as hooks=[{name: wandb, options: {project: NAME}}]",
     "weight_broadcast_": "weights travel as snapshots in host memory, with nothing more to set; see weights",
     "eval_": "held-out rewards come from validation on the run's own engine; evals are not available yet",
     "event_": "events.jsonl is written as things happen, with nothing to set",

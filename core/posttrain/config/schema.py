@@ -140,6 +140,14 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HookConfig:
+    name: str = MISSING  # hook plug-in: tensorboard, wandb, trackio, or one of your own
+    options: dict[str, Any] = field(default_factory=dict)  # the hook's own options
+    on_error: Literal["warn", "disable", "fail"] = "warn"  # when a call fails: say and count it; call it no more; end the run
+    timeout_s: float = 60.0  # deadline of one call; a hook that misses it is called no more
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
     every: int = 0  # batch steps between held-out validations; 0: only before the first and after the last
     prompts: int = 64  # held-out prompts; 0: no validation
@@ -203,3 +211,4 @@ class RunConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hooks: tuple[HookConfig, ...] = ()  # trackers and other code of your own: [{name: tensorboard}]

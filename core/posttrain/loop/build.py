@@ -58,6 +58,7 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         **sampling,
         ledger=Ledger(run_dir.path / "ledger.jsonl"),
         fingerprints=ready.sampler.fingerprints(),
+        hooks=ready.hooks,
     )
 
 

@@ -13,9 +13,11 @@ and log-probs travel as plain values, model tensors never pass through it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import RunAborted
 from posttrain.loop import batches, checkpoint, validation
@@ -27,7 +29,7 @@ from posttrain.types import Sampling
 
 if TYPE_CHECKING:
     from posttrain.loop.parts import Parts
-    from posttrain.types import Group
+    from posttrain.types import Group, Trajectory
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class Controller:
     """Runs the batch steps `state.step + 1 … rl.steps`."""
 
     def __init__(self, parts: Parts, state: LoopState) -> None:
-        self.parts, self.state, self.config = parts, state, parts.config
+        self.parts, self.state, self.config, self.hooks = parts, state, parts.config, parts.hooks
         self.waits = Waits()
         self.advertised = -1
         self._moved = asyncio.Condition()
@@ -59,6 +61,7 @@ class Controller:
         await self._sync(self.state.step)
         if self.state.step == 0:
             await self._validate(0)
+        self.hooks.raise_failure()
         await self._advertise(self.state.step)
         loops = (self._prompt_loop(), self._rollout_loop(), self._batch_loop(), self._train_loop())
         await run_together(*loops)
@@ -83,7 +86,9 @@ class Controller:
             began = time.perf_counter()
             with self.parts.tracker.span("rollout", "generate and score", step=cohort.step):
                 cohort.groups = await self.waits.bounded(
-                    self.parts.rollouts.run(cohort.draws, n=self.config.rl.group_size, sampling=sampling),
+                    self.parts.rollouts.run(
+                        cohort.draws, n=self.config.rl.group_size, sampling=sampling, scored=self._scored(cohort.step)
+                    ),
                     name=f"completions of step {cohort.step}",
                     owner=f"rollout engine {r.engine}",
                     timeout=r.generate_timeout_s,
@@ -115,11 +120,16 @@ class Controller:
             self.state.step = batch.step
             now = time.perf_counter()
             metrics["time/step_s"], began = now - began, now
+            metrics |= await self.hooks.metrics(batch.step, batch.groups)
             self.parts.tracker.step(batch.step, metrics, batch.groups, batch.advantages)
+            await self.hooks.step_end(
+                batch.step, metrics={"loss": None, **metrics}, groups=batch.groups, advantages=batch.advantages
+            )
             if self._due(self.config.validation.every) or self.state.step == self.config.rl.steps:
                 await self._validate(batch.step)
-            if self._due(self.config.checkpoint.every) or self.state.step == self.config.rl.steps:
+            if self._due(self.config.checkpoint.every) or self.state.step == self.config.rl.steps or self.hooks.failing:
                 await self._checkpoint()
+            self.hooks.raise_failure()
             began = time.perf_counter()
             await self._advertise(batch.step)
 
@@ -145,10 +155,13 @@ class Controller:
         """Publish version `version` and bring the engine to it; nothing to do without an engine."""
         if self.parts.plane is None:
             return {}
+        await self.hooks.call("before_publish", version=version)
         began = time.perf_counter()
         with self.parts.tracker.span("weights", "sync", version=version), self.waits.named(f"version {version}", "weight plane"):
             timings = await self.parts.plane.sync(version)
-        return {**timings, "time/sync_s": time.perf_counter() - began}
+        timings["time/sync_s"] = time.perf_counter() - began
+        await self.hooks.call("after_publish", version=version, metrics=timings)
+        return timings
 
     async def _validate(self, step: int) -> None:
         if not self._draws:
@@ -166,6 +179,7 @@ class Controller:
         self.state.validation_first = self.state.validation_first or metrics
         self.state.validation_last = metrics
         self.parts.tracker.validation(step, metrics, groups)
+        await self.hooks.call("validation_end", step=step, metrics=metrics, groups=groups)
 
     async def _measure(self) -> tuple[dict[str, float], list[Group]]:
         parts = self.parts
@@ -175,9 +189,18 @@ class Controller:
 
     async def _checkpoint(self) -> None:
         with self.parts.tracker.span("loop", "checkpoint", step=self.state.step), self.waits.named("a checkpoint", "disk"):
-            await asyncio.to_thread(self.parts.save, self.state)
+            states = await self.hooks.state_dict()
+            saved = await asyncio.to_thread(self.parts.save, self.state, states)
         c = self.config.checkpoint
         checkpoint.prune(self.parts.run_dir.checkpoints, keep_last=c.keep_last, keep_every=c.keep_every)
+        await self.hooks.call("checkpoint_saved", step=saved.step, path=saved.path)
+
+    def _scored(self, step: int) -> Callable[[Trajectory], Awaitable[Any]] | None:
+        """What tells the hooks of a trajectory that has its reward; None where there is no hook."""
+        return functools.partial(self._tell, step) if self.hooks.active else None
+
+    async def _tell(self, step: int, trajectory: Trajectory) -> None:
+        await self.hooks.call("trajectory_scored", step=step, trajectory=trajectory)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0

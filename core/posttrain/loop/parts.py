@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError
+from posttrain.hooks import RunHooks
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import LoopState
 from posttrain.loop.ledger import Ledger
@@ -48,6 +49,7 @@ class Parts:
     plane: WeightPlane | None = None
     scorer: Scorer | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
+    hooks: RunHooks = field(default_factory=RunHooks)
 
     async def start(self) -> None:
         """Start the engine and the workers that score."""
@@ -55,13 +57,14 @@ class Parts:
             if part is not None:
                 await part.start()
 
-    def save(self, state: LoopState) -> checkpoint.Checkpoint:
-        """Write the checkpoint of `state.step`."""
+    def save(self, state: LoopState, hooks: dict[str, Any] | None = None) -> checkpoint.Checkpoint:
+        """Write the checkpoint of `state.step`. hooks: their states (`RunHooks.state_dict`)."""
         loop_state = {
             "state": asdict(state),
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
             "fingerprints": self.fingerprints,
+            "hooks": hooks or {},
         }
         return checkpoint.write(self.run_dir.checkpoints, state.step, self.policy.save, loop_state)
 
@@ -80,6 +83,7 @@ class Parts:
         self.policy.load(found.policy)
         self.sampler.load_state_dict(saved["sampler"])
         self.ledger.load_state_dict(saved["ledger"])
+        self.hooks.load_state_dict(saved.get("hooks", {}))
         return LoopState(**saved["state"])
 
     async def close(self) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.data.dataset import Draw, PromptSampler
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.hooks import RunHooks
     from posttrain.objective.objective import Objective
     from posttrain.rollout.engine import Engine
 
@@ -43,6 +44,7 @@ class Prepared:
     model: str | None
     packer: DataPacker | None
     engine: Engine | None
+    hooks: RunHooks
 
 
 def prepare(
@@ -53,11 +55,13 @@ def prepare(
     make_model: let `model.factory` make its model when no earlier run did.
     """
     from posttrain.data.dataset import build_sampler
+    from posttrain.hooks import build_hooks
     from posttrain.policy.optimizer import check_optimizer
 
     objective = build_run_objective(config)
     for note in [*objective.notes, *check_optimizer(config.rl)]:
         say(note)
+    hooks = build_hooks(config.hooks)
     environments = build_environments(config)
     sampler = build_sampler(config, environments)
     offline = config.rollout.engine == NO_ENGINE
@@ -72,7 +76,7 @@ def prepare(
     path = model_folder(config.model, root, say) if make_model else made_folder(config.model, root)
     packer = None if path is None else build_packer(config, path)
     engine = None if offline or path is None or packer is None else build_engine(config, path, packer, logs)
-    return Prepared(objective, environments, sampler, held_out, path, packer, engine)
+    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks)
 
 
 def build_run_objective(config: RunConfig) -> Objective:

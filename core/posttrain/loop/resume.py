@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "rl.max_uninformative_batches",
     "checkpoint.",
     "tracking.",
+    "hooks",
     "validation.",
     "loop.shutdown_timeout_s",
     "rollout.start_timeout_s",

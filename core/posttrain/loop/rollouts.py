@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,19 @@ class Rollouts:
     def __post_init__(self) -> None:
         require_packer(self.packer, type(self).__name__)
 
-    async def run(self, draws: Sequence[Draw], *, n: int, sampling: Sampling, purpose: str = "sample") -> list[Group]:
-        """`n` scored trajectories of each draw, in draw order. A sample that the engine lost is an error, never a short group."""
+    async def run(
+        self,
+        draws: Sequence[Draw],
+        *,
+        n: int,
+        sampling: Sampling,
+        purpose: str = "sample",
+        scored: Callable[[Trajectory], Awaitable[Any]] | None = None,
+    ) -> list[Group]:
+        """`n` scored trajectories of each draw, in draw order. A sample that the engine lost is an error, never a short group.
+
+        scored: awaited with each trajectory once it has its reward.
+        """
         inputs = {draw.group_id: self._prompt(draw) for draw in draws}
         requests = [self._request(draw, inputs[draw.group_id], n, sampling, purpose) for draw in draws]
         by_id = {draw.group_id: draw for draw in draws}
@@ -51,7 +62,7 @@ class Rollouts:
         try:
             async for done in self.engine.generate(requests):
                 draw = by_id[done.request_id]
-                work = self._finish(draw, inputs[draw.group_id], done)
+                work = self._finish(draw, inputs[draw.group_id], done, scored)
                 slots[draw.group_id, done.index] = asyncio.create_task(work, name=f"score {draw.group_id}/{done.index}")
             self.generate_s = time.perf_counter() - began
             missing = [f"{d.group_id}/{i}" for d in draws for i in range(n) if (d.group_id, i) not in slots]
@@ -77,7 +88,9 @@ class Rollouts:
         budget = min(sampling.max_tokens, item["room"])
         return Request(draw.group_id, item["prompt_ids"], n, seed, replace(sampling, max_tokens=budget))
 
-    async def _finish(self, draw: Draw, item: dict[str, Any], done: Completion) -> Trajectory:
+    async def _finish(
+        self, draw: Draw, item: dict[str, Any], done: Completion, scored: Callable[[Trajectory], Awaitable[Any]] | None
+    ) -> Trajectory:
         text = self.packer.decode(done.token_ids)
         trajectory = Trajectory(
             prompt_ids=list(item["prompt_ids"]),
@@ -107,6 +120,8 @@ class Rollouts:
         trajectory.reward = reward.total
         trajectory.reward_parts = dict(reward.parts)
         trajectory.info.update(reward.info)
+        if scored is not None:
+            await scored(trajectory)
         return trajectory
 
 

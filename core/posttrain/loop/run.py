@@ -7,8 +7,9 @@ result.summary.held_out_after
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller, LoopState
@@ -54,20 +55,22 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
                 tracker.note(f"run: {directory.path}")
                 parts = build(config, directory, tracker)
                 directory.write_fingerprints(parts.fingerprints)
-                done = run_to_end(_run(parts, found))
+                done = run_to_end(_run(parts, found, loaded.tree))
             outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
             return RunResult(directory.path, done, tracker.finish(outcome))
 
 
-async def _run(parts: Parts, found: checkpoint.Checkpoint | None) -> int:
-    """Start, drive, close. Returns the number of batch steps done."""
+async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[str, Any]) -> int:
+    """Start, drive, close. tree: the config without secrets. Returns the number of batch steps done."""
     try:
         state = LoopState() if found is None else parts.load(found)
         if found is not None:
             parts.tracker.note(f"resumed from {found.path} after step {found.step}")
-        await parts.start()
-        ended = await Controller(parts, state).run()
-        return ended.step - (found.step if found else 0)
+        path, step, steps = parts.run_dir.path, state.step, parts.config.rl.steps
+        async with parts.hooks.running(parts.tracker, path=path, config=tree, step=step, steps=steps):
+            await parts.start()
+            ended = await Controller(parts, state).run()
+        return ended.step - step
     finally:
         await parts.close()
 

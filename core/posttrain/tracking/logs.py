@@ -4,6 +4,7 @@ Every record of the process goes to `logs/driver.log`; what the loggers of one r
 
     posttrain.policy  -> logs/policy.log         posttrain.rollout -> logs/rollout.log
     posttrain.rewards -> logs/rewards.log        posttrain.weights -> logs/weights.log
+    posttrain.hooks   -> logs/hooks.log
 
 A worker process calls `log_to(file)` for a file of its own. Nothing is printed: the screen belongs to the display.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-ROLES = {role: f"posttrain.{role}" for role in ("policy", "rollout", "rewards", "weights")}
+ROLES = {role: f"posttrain.{role}" for role in ("policy", "rollout", "rewards", "weights", "hooks")}
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s %(name)s: %(message)s"
 
 

@@ -139,6 +139,12 @@ _define(
     ("time/canary_s", "s", "The canary."),
 )
 _define(
+    "Hooks (only with hooks)", "hooks",
+    ("hook/<hook>/<metric>", "", "What a hook adds to a batch step."),
+    ("hook/<hook>/errors", "calls", "Calls of this hook that failed since this start of the run."),
+    ("time/hooks_s", "s", "What calls of hooks took since the last step; those of trajectory_scored run beside generation."),
+)
+_define(
     "Held-out validation (validation.jsonl; step 0 is before training)", "loop",
     (HELD_OUT, "reward", "Mean reward on prompts that training never draws; unscorable samples are left out."),
     ("validation/<env>/reward/mean", "reward", "The same, for one environment."),
