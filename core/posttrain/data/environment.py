@@ -126,6 +126,17 @@ class ChatOrText(list[Message]):
         return "\n\n".join(str(message["content"]) for message in self)
 
 
+Style: TypeAlias = Literal["auto", "chat", "text"]
+"""auto: chat messages where the model has a chat template, else text; chat: through the template; text: as plain text."""
+
+
+def user_prompt(text: str, *, system: str | None = None, style: Style = "auto") -> Prompt:
+    """One question as a prompt, with a system message before it when there is one."""
+    messages = ChatOrText([Message(role="system", content=system)] if system else [])
+    messages.append(Message(role="user", content=text))
+    return messages if style == "auto" else list(messages) if style == "chat" else messages.text
+
+
 def as_messages(prompt: Prompt) -> list[Message]:
     """The conversation that a prompt opens: its own messages, a text as the user's, none for ids."""
     if isinstance(prompt, str):

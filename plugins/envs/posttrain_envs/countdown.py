@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split
+from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split, user_prompt
 from posttrain.data.source import DataOptions, open_rows
 from posttrain.errors import DataError
-from posttrain.types import Message, Reward
+from posttrain.types import Reward
 from posttrain_envs.expression import LONGEST, Expression, read
 from posttrain_envs.tags import last_answer, visible, well_formed
 
@@ -54,7 +54,7 @@ class Countdown(Environment):
         seed: int = 0  # which problems are made
         system: str | None = None  # system message
         prompt: str = PROMPT  # user message; {nums} and {target} are filled in
-        style: Literal["chat", "text"] = "chat"  # through the chat template, or as plain text
+        style: Literal["auto", "chat", "text"] = "auto"  # auto: chat messages where the model has a chat template, else text
         format_weight: float = 0.0  # share of the reward for the format, 0 to 1
 
         def __post_init__(self) -> None:
@@ -75,17 +75,13 @@ class Countdown(Environment):
     def dataset(self, split: Split) -> RowDataset:
         """Rows `{"id", "nums", "target"}`."""
         if self.options.data is not None:
-            return open_rows(self.options, split, required=("nums", "target"))
+            return open_rows(self.options, split, required=("nums", "target"), same=("nums", "target"))
         return _make(self.options, split)
 
     def format_prompt(self, task: Mapping[str, Any]) -> Prompt:
         nums, target = _problem(task)
         text = self.options.prompt.replace("{nums}", ", ".join(map(str, nums))).replace("{target}", str(target))
-        system = self.options.system
-        if self.options.style == "text":
-            return text if system is None else f"{system}\n\n{text}"
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        return [*messages, Message(role="user", content=text)]
+        return user_prompt(text, system=self.options.system, style=self.options.style)
 
     def compute_reward(self, state: EpisodeState) -> Reward:
         """Parts: `correct`, and `format`, which is 1 for an expression between answer tags with all tags closed."""

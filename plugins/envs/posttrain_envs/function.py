@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from posttrain.data.environment import ChatOrText, Environment, EpisodeState, Prompt, RowDataset, Split, is_messages
+from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split, is_messages, user_prompt
 from posttrain.data.source import DataOptions, open_rows
 from posttrain.errors import ConfigError, DataError
 from posttrain.plugins.objects import PREFIX
@@ -90,9 +90,7 @@ class Function(Environment):
                 fix="set prompt_column to the column that is asked, or prompt to a text with columns in braces: '{question}'",
                 code="no-prompt",
             )
-        messages = ChatOrText([Message(role="system", content=o.system)] if o.system else [])
-        messages.append(Message(role="user", content=str(asked)))
-        return messages if o.style == "auto" else list(messages) if o.style == "chat" else messages.text
+        return user_prompt(str(asked), system=o.system, style=o.style)
 
     def compute_reward(self, state: EpisodeState) -> Reward | float | Any:
         """What the plain functions give; `finish_reward` adds what the coroutine functions do (`posttrain.score` runs both)."""
@@ -124,7 +122,7 @@ class Function(Environment):
         o = self.options
         asked = _template_columns(o.prompt) if o.prompt is not None else [o.prompt_column]
         try:
-            return open_rows(self._source, split, required=asked)
+            return open_rows(self._source, split, required=asked, same=asked)
         except DataError as exc:
             options = {o.answer_column: "answer_column", o.id_column: "id_column", asked[0] if asked else "": "prompt_column"}
             for column, option in options.items():

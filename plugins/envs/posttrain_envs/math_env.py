@@ -21,15 +21,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split
+from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split, user_prompt
 from posttrain.data.source import DataOptions, open_rows
 from posttrain.errors import ConfigError
-from posttrain.types import Message, Reward
+from posttrain.types import Reward
 from posttrain_envs.math_answer import Where, find
 from posttrain_envs.math_compare import same
 from posttrain_envs.math_rows import Format, Problems, detect, different, read
 from posttrain_envs.tags import visible, well_formed
 
+ASKED = ("question", "problem", "prompt")
+"""Columns that ask; rows that agree in them are one problem."""
 PROMPT = "{question}\n\nThink step by step, and put the final answer in \\boxed{}."
 
 
@@ -45,7 +47,7 @@ class Math(Environment):
         format: Format = "auto"  # of the rows; auto goes by the columns
         system: str | None = None  # system message
         prompt: str | None = PROMPT  # user message; {question} is filled in; null: the question alone
-        style: Literal["chat", "text"] = "chat"  # through the chat template, or as plain text
+        style: Literal["auto", "chat", "text"] = "auto"  # auto: chat messages where the model has a chat template, else text
         answer: Where = "auto"  # where the answer is: boxed, hash (####), tag (<answer>), line (Answer: …), last_number
         thinking: bool = False  # the template opens <think> for the model: without </think> there is no answer
         format_weight: float = 0.0  # share of the reward for the format, 0 to 1
@@ -73,20 +75,17 @@ class Math(Environment):
         Finding them reads the whole file; a stream is not searched.
         """
         form = self.options.format
-        rows = open_rows(self.options, split)
+        rows = open_rows(self.options, split, same=ASKED)
         if len(rows) == 0 or rows.window is not None or "dapo" not in (form, detect(rows[0])):
             return Problems(rows, form)
-        others = open_rows(self.options, "test") if split == "train" else None
+        others = open_rows(self.options, "test", same=ASKED) if split == "train" else None
         return Problems(rows, form, different(rows, without=others))
 
     def format_prompt(self, task: Mapping[str, Any]) -> Prompt:
         o = self.options
         question = read(task, o.format)["question"]
         text = question if o.prompt is None else o.prompt.replace("{question}", question)
-        if o.style == "text":
-            return text if o.system is None else f"{o.system}\n\n{text}"
-        messages: list[Message] = [{"role": "system", "content": o.system}] if o.system else []
-        return [*messages, Message(role="user", content=text)]
+        return user_prompt(text, system=o.system, style=o.style)
 
     def compute_reward(self, state: EpisodeState) -> Reward:
         """Parts: `correct`; `format` (an answer where it belongs, all tags closed); `gave_up` (math-verify could not decide)."""

@@ -12,9 +12,9 @@ conversations is allowed and must be part of them. A prompt of text stays text; 
 from __future__ import annotations
 
 import re
-from itertools import takewhile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from posttrain.data.environment import Prompt, RowDataset, Split
