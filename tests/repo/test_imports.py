@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "posttrain"
 PLUGINS = ("posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_hooks", "posttrain_experiments")
 LAYERS = (
-    ("types", "errors"),
+    ("types", "errors", "deprecation"),
     ("config", "plugins", "data", "hooks"),
     ("objective", "policy", "weights", "placement"),
     ("rollout",),

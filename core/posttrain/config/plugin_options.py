@@ -1,8 +1,8 @@
-"""The options of the selected plug-ins, checked as strictly as the rest: objective, environments, engine, transport.
+"""The options of the selected plug-ins, checked as strictly as the rest: objective, environments, engine, transport, hooks.
 
 Names are looked up, source is read; algorithms and environments are imported, too, because their classes know what their options
-mean together. posttrain's own engines, transports and packers are checked from their source and imported when they are made; those
-of others are imported here, so that a broken one is told before there is a run.
+mean together. posttrain's own engines, transports, hooks and packers are checked from their source, and imported when they are
+made; those of others are imported here, so that a broken one is told before there is a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.layers import Layers
 from posttrain.config.preference import check_preference
-from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, Plugin, RunConfig
+from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, HookConfig, Plugin, RunConfig
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
 from posttrain.errors import PosttrainError
 from posttrain.plugins.build import option_fields
@@ -42,6 +42,7 @@ class PluginCheck:
         if config.rollout.engine != NO_ENGINE:
             engine = self.options("engines", config.rollout.engine, config.rollout.options, "rollout.engine", "rollout.options")
         environments = tuple(self.environment(e, f"environments[{i}]") for i, e in enumerate(config.environments))
+        hooks = tuple(self.hook(h, f"hooks[{i}]") for i, h in enumerate(config.hooks))
         if config.weights.transport != "auto":
             self.options("transports", config.weights.transport, {}, "weights.transport", "weights")
         if config.rl.data.packer:
@@ -50,6 +51,7 @@ class PluginCheck:
         return replace(
             config,
             environments=environments,
+            hooks=hooks,
             rl=replace(config.rl, objective=objective),
             rollout=replace(config.rollout, options=engine),
         )
@@ -84,6 +86,10 @@ class PluginCheck:
         if not self.failed(path) and isinstance(cls := resolve("envs", config.name), type):
             values = self.construct(cls.Options, values, f"{path}.options")  # type: ignore[attr-defined]
         return replace(config, options=values)
+
+    def hook(self, config: HookConfig, path: str) -> HookConfig:
+        """A hook with its options checked."""
+        return replace(config, options=self.options("hooks", config.name, config.options, f"{path}.name", f"{path}.options"))
 
     def construct(self, options: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
         """Run an `Options` class's own check. The values as it keeps them: a path made absolute, a short form written out."""

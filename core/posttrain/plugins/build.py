@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
-from posttrain.errors import ConfigError, PosttrainError, error
+from posttrain.errors import ConfigError, PluginError, PosttrainError, error
+from posttrain.plugins.construction import travel_fault
+from posttrain.plugins.problems import ANCHOR
 from posttrain.plugins.resolution import resolve
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ _ANNOTATIONS: dict[str, Any] = {
 def load(kind: str, ref: Any, /, **options: Any) -> Any:
     """An instance of a plug-in for anyone's own loop: `load("envs", "arithmetic", digits=2)`.
 
-    kind: "envs" | "algorithms" | "datapackers" | "engines" | "transports". ref: a name, a path or the class (see `resolve`).
+    kind: "envs" | "algorithms" | "datapackers" | "engines" | "transports" | "hooks". ref: as in `resolve`.
     A keyword that the constructor takes besides its options (`spec` of an engine, `context` of an algorithm) is handed to it;
     every other one is an option. Raises PluginError, ConfigError.
     """
@@ -59,11 +61,11 @@ def build(
     if kind == "datapackers":
         return build_packer(label, cls, options)
     if not isinstance(cls, type):
-        return _as_given(cls, options, label, where)
+        return _must_travel(kind, _as_given(cls, options, label, where), label, where)
     absent = [p for p, required in _parameters(cls).items() if required and p not in init]
     if absent:
         raise ConfigError(f"{kind} {label!r} needs {', '.join(absent)} to be built", fix=f"pass {absent[0]}=…", where=where)
-    return cls(**init, options=build_options(cls, options, label, where))
+    return _must_travel(kind, cls(**init, options=build_options(cls, options, label, where)), label, where)
 
 
 def build_packer(label: str, factory: Any, options: Mapping[str, Any] | None = None) -> Any:
@@ -77,10 +79,18 @@ def build_packer(label: str, factory: Any, options: Mapping[str, Any] | None = N
 
 
 def _as_given(instance: Any, options: Mapping[str, Any], label: str, where: str) -> Any:
-    """An environment that a person built. Its options are set already."""
+    """An environment or a hook that a person built. Its options are set already."""
     if options:
         fix = "set them where the object is made, or give its class"
         raise ConfigError(f"{label!r} is an object, options {', '.join(options)} have no place", fix=fix, where=where)
+    return instance
+
+
+def _must_travel(kind: str, instance: Any, label: str, where: str) -> Any:
+    """The instance itself. Raises PluginError for an environment that the reward workers cannot get."""
+    fault = travel_fault(instance) if kind == "envs" else None
+    if fault:
+        raise PluginError(f"environment {label!r} {fault[0]}", fix=fault[1], where=where, code="plugin-pickle", anchor=ANCHOR)
     return instance
 
 

@@ -6,13 +6,15 @@
             length: int = 5  # letters of a word
 
 posttrain makes every plug-in itself, from checked options. So a constructor takes `options` (and what `Kind.init` names) and says
-so: with `*args` or `**kwargs` a wrong option would be taken silently. Each check gives `(what is wrong, how to fix it)`, or None.
+so: with `*args` or `**kwargs` a wrong option would be taken silently. An environment travels to the processes that compute
+rewards, so it must be picklable. Each check gives `(what is wrong, how to fix it)`, or None.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 import traceback
 from typing import Any
 
@@ -31,9 +33,9 @@ def constructor_fault(kind: Kind, cls: type) -> Fault | None:
     except (TypeError, ValueError):  # a class of an extension module
         return None
     wanted = f"define __init__(self{''.join(f', {name}' for name in kind.init)})"
-    loose = [str(p) for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    loose = [str(p).partition(":")[0] for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if loose:
-        return f"takes {' and '.join(loose).partition(':')[0]}, so a wrong option would pass unnoticed", wanted
+        return f"takes {' and '.join(loose)}, so a wrong option would pass unnoticed", wanted
     names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     lacking = [name for name in kind.init if name not in names]
     if lacking:
@@ -86,6 +88,35 @@ def dataclass_fault(exc: BaseException, target: str) -> Fault | None:
     else:
         fix = "add kw_only=True, or give that field a default" if "non-default" in str(exc) else DECORATE
     return f"has Options that cannot be a dataclass: {exc}", fix
+
+
+def travel_fault(env: Any) -> Fault | None:
+    """An environment with a blocking reward that cannot be sent to the process that computes it. Reads what it would send."""
+    if inspect.iscoroutinefunction(env.compute_reward):
+        return None
+    problem = _unpicklable(env)
+    if problem is None:
+        return None
+    own = getattr(env, "__dict__", {})
+    culprit = next((name for name, value in own.items() if _unpicklable(value) is not None), None)
+    held = f"its attribute {culprit} is {_a(type(own[culprit]).__name__)} ({problem})" if culprit else problem
+    name = culprit or "what cannot be pickled"
+    return f"cannot travel to a reward worker: {held}", f"make {name} when it is first used, or leave it out in __getstate__"
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _unpicklable(value: Any) -> str | None:
+    import cloudpickle
+
+    try:
+        cloudpickle.Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return None
 
 
 def _annotated(owner: type) -> set[str]:

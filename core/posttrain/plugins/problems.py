@@ -81,12 +81,12 @@ def ambiguous(kind: Kind, ref: str, found: Iterable[PluginInfo], where: str = ""
 
 def import_failed(kind: Kind, ref: str, target: str, info: PluginInfo | None, exc: BaseException, where: str = "") -> PluginError:
     """The module of a plug-in could not be imported: a dependency is missing, or the import raised."""
-    subject = _subject(kind, ref, info)
+    name = subject(kind, ref, info)
     at = location(exc, target)
     missing = missing_dependency(exc, target)
     if missing:
         return PluginError(
-            f"{subject} {'is installed but ' if info else ''}needs {missing!r}, which is missing",
+            f"{name} {'is installed but ' if info else ''}needs {missing!r}, which is missing",
             cause=f"{at}: {exc}",
             where=where,
             fix=install_command(missing, info),
@@ -96,7 +96,7 @@ def import_failed(kind: Kind, ref: str, target: str, info: PluginInfo | None, ex
     module = target.partition(":")[0]
     absent = isinstance(exc, ModuleNotFoundError) and exc.name is not None and (module + ".").startswith(exc.name + ".")
     return PluginError(
-        f"{subject} cannot be imported" + (f": there is no module {exc.name!r}" if absent else ""),  # type: ignore[attr-defined]
+        f"{name} cannot be imported" + (f": there is no module {exc.name!r}" if absent else ""),  # type: ignore[attr-defined]
         cause=f"{at}: {type(exc).__name__}: {exc}",
         where=where,
         code="plugin-import",
@@ -111,7 +111,7 @@ def wrong_type(
     """The plug-in is there, but it is not a subclass of its base class, or cannot be constructed as one."""
     subclass = f"make it a concrete subclass of {(kind.base or '').replace(':', '.')}"
     return PluginError(
-        f"{_subject(kind, ref, info)} {got}",
+        f"{subject(kind, ref, info)} {got}",
         cause=file,
         where=where,
         fix=fix or subclass + (", or a zero-argument function that returns one" if kind.factory else ""),
@@ -125,7 +125,7 @@ def bad_options(
 ) -> PluginError:
     """The nested `Options` is no dataclass that can be read and checked; `fault` says what is wrong and how to mend it."""
     return PluginError(
-        f"{_subject(kind, ref, info)} {fault[0]}", cause=file, where=where, fix=fault[1], code="plugin-options", anchor=ANCHOR
+        f"{subject(kind, ref, info)} {fault[0]}", cause=file, where=where, fix=fault[1], code="plugin-options", anchor=ANCHOR
     )
 
 
@@ -136,7 +136,7 @@ def wrong_api(kind: Kind, ref: str, info: PluginInfo | None, api: object, file: 
     name = info.distribution if info else "the plug-in"
     cause = f"its api is too {'new' if newer else 'old'}"
     return PluginError(
-        f"{_subject(kind, ref, info)} is written for api {api!r}, this posttrain speaks {spoken}",
+        f"{subject(kind, ref, info)} is written for api {api!r}, this posttrain speaks {spoken}",
         cause=f"{file}: {cause}" if file else cause,
         fix="pip install --upgrade posttrain" if newer else f"pip install --upgrade {name}",
         where=where,
@@ -145,7 +145,8 @@ def wrong_api(kind: Kind, ref: str, info: PluginInfo | None, api: object, file: 
     )
 
 
-def _subject(kind: Kind, ref: str, info: PluginInfo | None) -> str:
+def subject(kind: Kind, ref: str, info: PluginInfo | None) -> str:
+    """The plug-in and who it is from, as in a sentence."""
     return f"{kind.noun} {ref!r}" + (f" ({info.owner})" if info else "")
 
 

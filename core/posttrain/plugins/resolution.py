@@ -11,12 +11,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from posttrain.deprecation import PosttrainDeprecationWarning
 from posttrain.errors import error
-from posttrain.plugins import problems
+from posttrain.plugins import kinds, problems
 from posttrain.plugins.construction import constructor_fault, dataclass_fault, options_fault
 from posttrain.plugins.discovery import PluginInfo, discover, normalised
 from posttrain.plugins.kinds import Kind, kind_of, speaks
@@ -108,11 +110,19 @@ def validate(kind: Kind, ref: str, info: PluginInfo | None, loaded: Any, where: 
     api = _declared_api(loaded, base)
     if not speaks(api):
         raise problems.wrong_api(kind, ref, info, api, file, where)
+    if api < kinds.API:
+        _say_previous(kind, ref, info, api)
     if fault := constructor_fault(kind, loaded):
         raise problems.wrong_type(kind, ref, info, fault[0], file, where, fix=fault[1])
     if fault := options_fault(loaded):
         raise problems.bad_options(kind, ref, info, fault, file, where)
     return loaded
+
+
+def _say_previous(kind: Kind, ref: str, info: PluginInfo | None, api: int) -> None:
+    name = problems.subject(kind, ref, info)
+    message = f"{name} is written for api {api}, which goes away with api {kinds.API + 1}; the current one is {kinds.API}"
+    warnings.warn(message, PosttrainDeprecationWarning, stacklevel=4)
 
 
 def _declared_api(cls: type, base: type) -> Any:
