@@ -58,7 +58,7 @@ def test_init_chooses_decoder_only_and_rows_hold_the_sampled_ids(tiny: str) -> N
     packer = init_data_packer(tiny)
     assert isinstance(packer, DecoderOnlyPacker)
     prompt = packer.get_rollout_input([{"role": "user", "content": "1+1"}])["prompt_ids"]
-    assert packer.tokenizer.decode(prompt) == "u:1+1\na:"
+    assert packer.tokenizer.decode(prompt) == "1+1"
     row = Trajectory(prompt, [5, 6, 1], [True, False, True], [-0.7, 0.0, -1.2], [0, -1, 0], "stop")
     item = packer.get_policy_input(row)
     assert item["input_ids"] == [*prompt, 5, 6, 1]

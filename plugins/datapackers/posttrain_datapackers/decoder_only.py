@@ -45,7 +45,11 @@ class DecoderOnlyPacker(DataPacker):
         return {"prompt_ids": ids}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """The text without special tokens, and without the stop token at its end, which some tokenizers take for a word."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.special_tokens.stop:
+            ids.pop()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def get_policy_input(self, trajectory: Trajectory) -> dict[str, Any]:
         """The prompt, untrained, followed by the trajectory's own ids, mask and log-probs."""
