@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from string import Formatter
 
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.cli.report import disk_full, report
+from posttrain.cli.report import disk_full, exit_code, report
 from posttrain.errors import (
+    CATALOGUE,
     ConfigError,
     DataError,
     EngineStartError,
@@ -74,6 +77,35 @@ def test_an_error_is_message_where_cause_fix_docs(capsys) -> None:
           fix:   do this
           docs:  docs/troubleshooting.md#it
     """)
+
+
+DOCUMENTED = {f"E{number}": name for names, name in (
+    ((9, 10, 11, 12, 13, 14), "PackerError"), ((15,), "MissingConfigException"), ((16,), "OptimizerDependencyError")
+) for number in names}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", CATALOGUE)
+@pytest.mark.parametrize("travelled", [False, True], ids=["here", "from another process"])
+def test_a_documented_error_keeps_its_class_name_and_text_without_a_traceback(code, travelled, capsys) -> None:
+    entry = CATALOGUE[code]
+    fields = {name for text in (entry.text, entry.cause, entry.fix) for _, name, _, _ in Formatter().parse(text) if name}
+    values = {name: f"<{name}>" for name in fields}
+    exc = error(code, **values)
+    exc = pickle.loads(pickle.dumps(exc)) if travelled else exc
+    assert report(exc) == exit_code(exc)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"error: {entry.text.format(**values)}",
+        f"  cause: {entry.cause.format(**values)}",
+        f"  fix:   {entry.fix.format(**values)}",
+        f"  docs:  docs/{entry.anchor} ({code}, {DOCUMENTED.get(code, entry.cls.__name__)})",
+    ]
+
+
+def test_the_names_of_the_documented_ones_are_as_documented() -> None:
+    assert CATALOGUE["E15"].text.startswith("MissingConfigException: Could not load 'experiment/")
+    assert CATALOGUE["E16"].text == "ModuleNotFoundError: No module named 'apex'"
+    assert issubclass(CATALOGUE["E16"].cls, ModuleNotFoundError)
 
 
 def test_the_failed_run_and_how_to_go_on_are_said(capsys) -> None:

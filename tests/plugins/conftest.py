@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+SCREENS = Path(__file__).parents[1] / "data" / "plugin_errors"
 ENV = '''"""{what}"""
 
 from dataclasses import dataclass
@@ -76,6 +78,30 @@ PARTS = {
     )
 }
 GOOD = {"rl-wordle": env("wordle", "rl_wordle", ENV.format(what="Six guesses."), version="0.3.1")}
+CATALOGS = {
+    "lab-good": Package(
+        {"posttrain.experiments": {"lab_good": "lab_good.recipes"}},
+        {
+            "lab_good/__init__.py": "",
+            "lab_good/recipes.py": '"""Recipes of a lab."""\nEXPERIMENTS = {'
+            '"lab_quick": {"defaults": ["arithmetic_grpo"], "rl": {"steps": 3}},'
+            ' "lab_robot": {"defaults": ["robot_grpo"]}, "lab_orphan": {"defaults": ["nobody_knows"]},'
+            ' "lab_heir": {"defaults": ["lab_faulty"]}}\n',
+        },
+        version="2.0",
+    ),
+    "lab-robots": Package(
+        {"posttrain.experiments": {"lab_robots": "lab_robots"}},
+        {"lab_robots/__init__.py": 'import lerobot.datasets\nEXPERIMENTS = {"robot_grpo": {}}\n'},
+        version="2.1",
+        extras={"robots": ("lerobot>=0.3",)},
+    ),
+    "lab-faulty": Package(
+        {"posttrain.experiments": {"lab_faulty": "lab_faulty"}},
+        {"lab_faulty/__init__.py": 'EXPERIMENTS = {"lab_faulty": {}}\nraise RuntimeError("the disk is not mounted")\n'},
+        version="2.2",
+    ),
+}
 OLDER = {
     "posttrain": Package(
         {
@@ -137,9 +163,29 @@ def broken_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def catalog_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where three catalogs are installed: a good one, one that lacks a dependency, one whose import raises."""
+    return install(CATALOGS, tmp_path_factory.mktemp("catalogs"))
+
+
+@pytest.fixture(scope="session")
 def older_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where an older posttrain is installed, as far as metadata goes."""
     return install(OLDER, tmp_path_factory.mktemp("older"))
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compares a screen with the one in tests/data/plugin_errors; UPDATE_SCREENS=1 writes it there."""
+
+    def check(name: str, text: str) -> None:
+        text = re.sub(r"(installed|known): [^;\n]*", r"\1: NAMES", text)
+        file = SCREENS / f"{name}.txt"
+        if os.environ.get("UPDATE_SCREENS"):
+            file.write_text(text)
+        assert text == file.read_text()
+
+    return check
 
 
 @dataclass(frozen=True)

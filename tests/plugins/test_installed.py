@@ -6,13 +6,10 @@ The screens are in tests/data/plugin_errors/. After a deliberate change:  UPDATE
 from __future__ import annotations
 
 import json
-import os
-import re
 from pathlib import Path
 
 import pytest
 
-SCREENS = Path(__file__).parents[1] / "data" / "plugin_errors"
 CONFIG = """\
 model: {name_or_path: tiny}
 rl: {steps: 1, objective: {name: grpo}}
@@ -28,15 +25,6 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def golden(name: str, text: str) -> None:
-    text = re.sub(r"installed: .*", "installed: NAMES", text)
-    file = SCREENS / f"{name}.txt"
-    if os.environ.get("UPDATE_SCREENS"):
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-    assert text == file.read_text()
-
-
 def nothing_happened(site: Path, tmp_path: Path) -> bool:
     """No run directory, and no plug-in imported that was not selected."""
     return not (tmp_path / "outputs").exists() and not list(site.rglob("*.ran"))
@@ -49,7 +37,7 @@ def no_traces(broken_site: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*SELECTED, "wordel"])
-def test_selected_and_broken_is_one_screen_before_anything_starts(name, broken_site, screen, tmp_path) -> None:
+def test_selected_and_broken_is_one_screen_before_anything_starts(name, broken_site, screen, golden, tmp_path) -> None:
     seen = screen(broken_site, "train", "--config", "my.yaml", f"environments.0.name={name}")
     golden("not-installed" if name == "wordel" else name, seen.err)
     assert (seen.code, seen.out) == (2, "") and not (tmp_path / "outputs").exists()
@@ -59,15 +47,17 @@ def test_selected_and_broken_is_one_screen_before_anything_starts(name, broken_s
 
 
 @pytest.mark.parametrize(
-    "override", ["rollout.engine=part", "weights.transport=part", "rl.data.packer=part", "rl.data.packer=rl_parts:Part"]
+    "override",
+    [*(f"{key}=part" for key in ("rollout.engine", "weights.transport", "rl.data.packer")),
+     "rl.data.packer=rl_parts:Part", "hooks=[{name: part}]"],
 )
 def test_other_kinds_are_told_before_there_is_a_run_too(override, broken_site, screen, tmp_path) -> None:
     seen = screen(broken_site, "train", "--config", "my.yaml", override)
-    assert seen.code == 2 and "RuntimeError: no part" in seen.err and f"where: {override.partition('=')[0]}" in seen.err
+    assert seen.code == 2 and "RuntimeError: no part" in seen.err and f"where: {override.partition('=')[0]}" in seen.err, seen
     assert not (tmp_path / "outputs").exists() and (broken_site / "rl_parts" / "__init__.ran").exists()
 
 
-def test_known_and_not_installed(older_site, screen, tmp_path) -> None:
+def test_known_and_not_installed(older_site, screen, golden, tmp_path) -> None:
     seen = screen(older_site, "train", "--config", "my.yaml", "environments.0.name=reasoning_gym")
     golden("known", seen.err)
     assert seen.code == 2 and not (tmp_path / "outputs").exists()
@@ -81,7 +71,7 @@ def test_the_original_traceback_is_kept(name, raised, broken_site, screen) -> No
     assert "PluginError" in story[2] and seen.err.count(f"error: environment '{name}'") == 1
 
 
-def test_unselected_and_broken_is_one_line_each_and_nothing_more(broken_site, screen, tmp_path) -> None:
+def test_unselected_and_broken_is_one_line_each_and_nothing_more(broken_site, screen, golden, tmp_path) -> None:
     seen = screen(broken_site, "train", "--config", "my.yaml", "--cfg", "job")
     assert seen.code == 0 and "name: arithmetic" in seen.out
     golden("quarantined", "".join(line for line in seen.err.splitlines(keepends=True) if "quarantined" in line))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from posttrain.errors import (
+    CATALOGUE,
     EXIT_ABORTED,
     EXIT_INTERRUPT,
     EXIT_RETRYABLE,
@@ -83,7 +84,8 @@ def _known(exc: PosttrainError, run: Path | None, shown: bool) -> int:
             _say(f"warning: {line}")
     _say(f"error: {exc}")
     if exc.anchor:
-        _say(f"  docs:  docs/{exc.anchor}")
+        named = f" ({exc.code}, {type(exc).__name__})" if exc.code in CATALOGUE else ""
+        _say(f"  docs:  docs/{exc.anchor}{named}")
     if run is not None:
         _say(f"  run:   {run}" + (f"; go on: {_resume(run)}" if exc.retryable else ""))
     if exc.__cause__ is not None and not shown:

@@ -98,6 +98,7 @@ class Catalog:
             )
         for info, exc in self.broken.items():
             if name in names_in_source(info.module):
+                exc.where = f"experiment/{name}" + (f", which {path[-1]!r} inherits" if path else "")
                 raise exc
         raise self._missing(name, path)
 

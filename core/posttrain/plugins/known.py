@@ -6,7 +6,7 @@ entry points have not been read since it was updated; the extra is what the plug
 
 from __future__ import annotations
 
-_EXTRAS: dict[str, dict[str, str]] = {
+EXTRAS: dict[str, dict[str, str]] = {
     "algorithms": dict.fromkeys(("grpo", "rloo", "dr_grpo", "reinforce_pp", "cispo", "gspo", "sapo", "dpo", "nft"), ""),
     "datapackers": dict.fromkeys(("decoder_only", "preference"), ""),
     "envs": {
@@ -16,14 +16,14 @@ _EXTRAS: dict[str, dict[str, str]] = {
     },
     "engines": {"hf": "", "vllm": "vllm"},
     "transports": dict.fromkeys(("inproc", "shm"), ""),
-    "experiments": {},
+    "hooks": {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"},
 }
 """kind -> name -> extra of posttrain that it needs, "" for none."""
 
 
 def elsewhere(kind: str, name: str) -> tuple[str, str] | None:
     """`(distribution, what to type)` for a name that is known and was not found among the installed ones."""
-    extra = _EXTRAS.get(kind, {}).get(name)
+    extra = EXTRAS.get(kind, {}).get(name)
     if extra is None:
         return None
     wanted = f"posttrain[{extra}]" if extra else "posttrain"
