@@ -58,7 +58,7 @@ class Rig:
         self.policy = PolicyModule(load_causal_lm(str(folder), "float32"), temperature=TEMPERATURE, shared_prefix=True)
         self.runner = asyncio.Runner()
         self.engine = VllmEngine(EngineSpec(str(folder), "float32", 128, 16, (2, 3), log_dir=folder / "logs"))
-        config = WeightsConfig(bucket_bytes=16384)
+        config = WeightsConfig(bucket_bytes=16384, canary_every=1)
         canary = Canary(lambda probe: self.score(probe, 1.0), make_probe(40), config, dtype="float32")
         weights = lambda: ((name, p.detach()) for name, p in self.policy.model.named_parameters())  # noqa: E731
         self.plane = WeightPlane(self.engine, ShmTransport(), config, weights, canary=canary)
