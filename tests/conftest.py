@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.testing.sandbox import write_distribution
+
 FakeDistribution = Callable[..., Path]
 
 
@@ -25,17 +27,7 @@ def fake_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDi
         requires: Sequence[str] = (),
     ) -> Path:
         root = tmp_path / f"site-{name}"
-        info = root / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
-        groups = (
-            f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items()) for group, entries in points.items()
-        )
-        (info / "entry_points.txt").write_text("\n".join(groups))
-        for path, text in files.items():
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text)
+        write_distribution(root, name, version=version, points=points, files=files, requires=requires)
         monkeypatch.syspath_prepend(str(root))
         importlib.invalidate_caches()
         return root
