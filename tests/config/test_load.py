@@ -274,3 +274,9 @@ def test_the_loaded_config_is_frozen() -> None:
     assert isinstance(loaded, LoadedConfig)
     with pytest.raises(AttributeError):
         loaded.config.seed = 1  # type: ignore[misc]
+
+
+def test_an_entry_of_a_list_may_be_the_name_alone() -> None:
+    config = load_config([TOY, "environments=[arithmetic]", "hooks=[tensorboard, {name: wandb, on_error: fail}]"]).config
+    assert [e.name for e in config.environments] == ["arithmetic"]
+    assert [(h.name, h.on_error) for h in config.hooks] == [("tensorboard", "warn"), ("wandb", "fail")]

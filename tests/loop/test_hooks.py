@@ -13,6 +13,7 @@ import yaml
 
 import posttrain
 from posttrain import Hook
+from posttrain.config import load_config
 from posttrain.errors import ConfigError, PluginError
 from posttrain.loop import checkpoint
 from posttrain.testing.tiny_model import write_tiny_model
@@ -250,6 +251,7 @@ def test_a_class_with_options_a_file_and_a_partial_config(start, tmp_path: Path)
     out = tmp_path / "steps"
     entry = {"name": f"{file}:Mine", "options": {"to": str(out)}}
     start(entry, **{"rl.steps": 1})
+    assert load_config(["experiment=arithmetic_grpo", "hooks=[tensorboard]"]).config.hooks[0].name == "tensorboard"
     assert out.read_text() == "1 "
     with pytest.raises(ConfigError, match=r"hooks\[0\]\.options\.two: unknown key"):
         start({**entry, "options": {"to": "x", "two": 1}})
@@ -267,8 +269,7 @@ def test_what_is_wrong_with_a_hook_is_told_before_anything_starts(start, tmp_pat
 
     with pytest.raises(PluginError, match="has a method 'on_step_end', which is no hook; did you mean 'step_end'"):
         start(Wrong())
-    (run,) = tmp_path.glob("run-*")
-    assert not (run / "metrics.jsonl").exists() or not read_metrics(run)
+    assert not list(tmp_path.glob("run-*"))
 
 
 def test_the_loop_pays_a_function_call_where_there_is_no_hook(start, monkeypatch: pytest.MonkeyPatch) -> None:

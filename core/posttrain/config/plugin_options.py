@@ -88,8 +88,18 @@ class PluginCheck:
         return replace(config, options=values)
 
     def hook(self, config: HookConfig, path: str) -> HookConfig:
-        """A hook with its options checked."""
-        return replace(config, options=self.options("hooks", config.name, config.options, f"{path}.name", f"{path}.options"))
+        """A hook with its options checked, and its methods unless it is one of posttrain's own: those are imported when made."""
+        options = self.options("hooks", config.name, config.options, f"{path}.name", f"{path}.options")
+        if not self.failed(path) and not ((info := find("hooks", config.name)) and info.builtin):
+            from posttrain.hooks.check import check_hook, label_and_owner
+
+            hook = resolve("hooks", config.name)
+            label, owner = label_and_owner(config.name, hook)
+            try:
+                check_hook(hook, f"hook {label!r} ({owner})", path)
+            except PosttrainError as exc:
+                self.walker.problems.append(Problem(f"{path}.name", exc.message, exc.fix, exc))
+        return replace(config, options=options)
 
     def construct(self, options: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
         """Run an `Options` class's own check. The values as it keeps them: a path made absolute, a short form written out."""

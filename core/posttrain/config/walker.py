@@ -52,7 +52,12 @@ class Walker:
         self._hint = hint
 
     def build(self, cls: type, tree: Any, path: str = "") -> Any:
-        """An instance of dataclass `cls`. Keys with problems keep their default, so that later rules can go on."""
+        """An instance of dataclass `cls`. Keys with problems keep their default, so that later rules can go on.
+
+        An entry of a list may be the name alone: `hooks=[tensorboard]`.
+        """
+        if isinstance(tree, str) and path.endswith("]") and dataclasses.fields(cls)[0].name == "name":
+            tree = {"name": tree}
         if not isinstance(tree, Mapping):
             keys = [field.name for field in dataclasses.fields(cls)]
             fix = f"write {typed(path)}.{keys[0]}={tree}" if isinstance(tree, str) and "name" in keys[0] else ""

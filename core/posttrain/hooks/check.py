@@ -15,18 +15,33 @@ ANCHOR = "howto/trackers.md#your-own-hook"
 _UNFIT = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def check_hook(hook: Hook, owner: str, where: str = "") -> None:
+def check_hook(hook: Hook | type[Hook], owner: str, where: str = "") -> None:
     """Raise PluginError naming everything that does not fit the specs, with its file and line. owner: as in a message."""
-    methods = public_methods(type(hook))
+    cls = hook if isinstance(hook, type) else type(hook)
+    methods = public_methods(cls)
     found = [(problem, fix, _line(function)) for name, function in methods for problem, fix in _problems(name, function)]
     if not methods:
-        found.append(("has no hook at all", f"give it one of {', '.join(EVENTS)}", _line(type(hook))))
+        found.append(("has no hook at all", f"give it one of {', '.join(EVENTS)}", _line(cls)))
     if found:
         first = found[0]
         rest = "".join(f"\n  and {problem} ({line}): {fix}" for problem, fix, line in found[1:])
         raise PluginError(
             f"{owner} {first[0]}" + rest, cause=first[2], fix=first[1], where=where, code="plugin-hook", anchor=ANCHOR
         )
+
+
+def label_and_owner(ref: str, hook: Hook | type[Hook]) -> tuple[str, str]:
+    """What an installed hook is called and whose it is; of any other its class and its file."""
+    from posttrain.plugins.resolution import find
+
+    info = find("hooks", ref)
+    if info is not None:
+        return info.name, info.owner
+    cls = hook if isinstance(hook, type) else type(hook)
+    try:
+        return cls.__name__, inspect.getsourcefile(cls) or "defined here"
+    except (TypeError, OSError):
+        return cls.__name__, "defined here"
 
 
 def public_methods(cls: type) -> list[tuple[str, Callable[..., Any]]]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from posttrain.hooks.active import ActiveHook, Reporter
-from posttrain.hooks.check import check_hook
+from posttrain.hooks.check import check_hook, label_and_owner
 from posttrain.hooks.hook import Hook
 from posttrain.hooks.specs import EVENTS, PROJECT, HookSpecs
 
@@ -179,23 +179,10 @@ def build_hooks(configs: Sequence[HookConfig]) -> RunHooks:
     for position, config in enumerate(configs):
         where = f"hooks[{position}]"
         hook = build("hooks", config.name, config.options, where=where)
-        label, owner = _label_and_owner(config.name, hook)
+        label, owner = label_and_owner(config.name, hook)
         number, plain = 2, label
         while label in [entry.label for entry in active]:
             label, number = f"{plain}#{number}", number + 1
         check_hook(hook, f"hook {label!r} ({owner})", where)
         active.append(ActiveHook(hook, config, label=label, owner=owner, where=where))
     return RunHooks(active)
-
-
-def _label_and_owner(ref: str, hook: Any) -> tuple[str, str]:
-    """What an installed hook is called and whose it is; of any other its class and its file."""
-    from posttrain.plugins.resolution import find
-
-    info = find("hooks", ref)
-    if info is not None:
-        return info.name, info.owner
-    try:
-        return type(hook).__name__, inspect.getsourcefile(type(hook)) or "defined here"
-    except (TypeError, OSError):
-        return type(hook).__name__, "defined here"

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +78,10 @@ def load_call(call: dict[str, Any], *, resume: str | Path | None = None) -> Load
         if experiment is not None or file is not None:
             raise ConfigError("a resumed run keeps its config", fix="leave experiment and config out", code="usage")
         file = find_run(resume) / "config.yaml"
-    environments: Sequence[Mapping[str, Any]] = ()
+    environments: Sequence[Any] = ()
     if experiment is not None or file is not None:
         environments = compose((), experiment=experiment, config_file=file).tree.get("environments", ())
+        environments = [{"name": entry} if isinstance(entry, str) else entry for entry in environments]
     parts = {name: call.pop(name, None) for name in ("model", "data", "reward", "env")}
     values = call_values(**parts, settings=call, environments=environments)
     return load_config((), experiment=experiment, config_file=file, values=values)
