@@ -11,25 +11,16 @@ import torch
 from posttrain.errors import WeightSyncError
 from posttrain.testing.transport_contract import TransportContract
 from posttrain.weights import memory
-from posttrain.weights.inproc import InprocTransport
 from posttrain.weights.memory import attach, shared_region, sweep
 from posttrain.weights.shm import ShmTransport
 
 
 class TestInproc(TransportContract):
-    @pytest.fixture
-    def transport(self):
-        transport = InprocTransport()
-        yield transport
-        transport.close()
+    plugin = "inproc"
 
 
 class TestShm(TransportContract):
-    @pytest.fixture
-    def transport(self):
-        transport = ShmTransport()
-        yield transport
-        transport.close()
+    plugin = ShmTransport
 
 
 def test_another_process_sees_what_was_written_and_may_write():

@@ -1,4 +1,4 @@
-"""The laws of a transport as tests: subclass, give one fixture.
+"""The laws of a transport as tests: subclass, name the plug-in (`plugin = MyTransport`) or give one fixture.
 
     class TestMine(TransportContract):
         @pytest.fixture
@@ -10,12 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from posttrain.errors import WeightSyncError
+from posttrain.testing.laws import travelled
 from posttrain.weights.memory import Region, private_region
 from posttrain.weights.plan import BucketPlan, ParameterSpec, plan_buckets
 from posttrain.weights.publication import bucket_digest
@@ -25,9 +28,18 @@ from posttrain.weights.transport import Handle, Transport, views
 class TransportContract:
     """What every transport does. `staging` may be overridden where pulls need memory of another kind."""
 
+    plugin: ClassVar[Any] = None
+    options: ClassVar[Mapping[str, Any]] = {}
+
     @pytest.fixture
     def transport(self) -> Iterator[Transport]:
-        raise NotImplementedError("give the contract a transport")
+        if self.plugin is None:
+            raise NotImplementedError("give the contract a transport: the class variable `plugin`, or a fixture `transport`")
+        from posttrain.plugins import load
+
+        transport: Transport = load("transports", self.plugin, **self.options)
+        yield transport
+        transport.close()
 
     def staging(self, nbytes: int) -> Region:
         return private_region(nbytes)
@@ -44,7 +56,8 @@ class TransportContract:
 
     def test_a_slot_has_the_size_asked_for(self, transport: Transport) -> None:
         region, _ = transport.allocate(1000)
-        assert region.nbytes == 1000 and region.buffer.dtype == torch.uint8
+        assert region.nbytes == 1000, f"allocate(1000) gave {region.nbytes} bytes"
+        assert region.buffer.dtype == torch.uint8, f"a slot is bytes, not {region.buffer.dtype}"
 
     def test_all_buckets_bring_all_parameters(self, transport: Transport) -> None:
         plan, lane = self._plan(), transport.fresh()
@@ -54,7 +67,8 @@ class TransportContract:
         for bucket in plan.buckets:
             lane.pull(handle, bucket.pieces, staging)
             sent = bucket_digest(slot.buffer, [(p.source, p.nbytes) for p in bucket.pieces])
-            assert bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces]) == sent
+            arrived = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces])
+            assert arrived == sent, "pull brought other bytes: from piece.source of the slot to piece.target of the staging"
         for (name, got), (_, want) in zip(views(plan, staging.buffer), views(plan, slot.buffer), strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
         lane.close()
@@ -70,7 +84,7 @@ class TransportContract:
         outside = torch.ones(plan.nbytes, dtype=torch.bool)
         for piece in bucket.pieces:
             outside[piece.target : piece.target + piece.nbytes] = False
-        assert (staging.buffer[: plan.nbytes][outside] == 7).all()
+        assert (staging.buffer[: plan.nbytes][outside] == 7).all(), "pull wrote outside of the pieces that it was given"
         lane.close()
 
     def test_two_slots_do_not_share_memory(self, transport: Transport) -> None:
@@ -78,13 +92,59 @@ class TransportContract:
         second, _ = transport.allocate(64)
         first.buffer.fill_(1)
         second.buffer.fill_(2)
-        assert (first.buffer == 1).all()
+        assert (first.buffer == 1).all(), "two slots share memory: a publication would change while lanes read it"
+
+    def test_a_handle_travels_as_plain_data(self, transport: Transport) -> None:
+        plan, lane = self._plan(), transport.fresh()
+        slot, handle = self._publish(transport, plan)
+        staging, bucket = self.staging(plan.nbytes), plan.buckets[0]
+        lane.register(staging)
+        lane.pull(travelled(handle), bucket.pieces, staging)
+        same = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces]) == bucket_digest(
+            slot.buffer, [(p.source, p.nbytes) for p in bucket.pieces]
+        )
+        assert same, "a copy of the handle leads to other bytes: everything that a lane needs is in it"
+        lane.close()
+
+    def test_lanes_pull_at_the_same_time(self, transport: Transport) -> None:
+        plan, lanes = self._plan(), [transport.fresh() for _ in range(4)]
+        slot, handle = self._publish(transport, plan)
+        staging = [self.staging(plan.nbytes) for _ in lanes]
+
+        def pull(lane: Transport, region: Region) -> None:
+            lane.register(region)
+            for bucket in plan.buckets:
+                lane.pull(handle, bucket.pieces, region)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(pull, lanes, staging))
+        for region in staging:
+            for (name, got), (_, want) in zip(views(plan, region.buffer), views(plan, slot.buffer), strict=True):
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{name} is wrong after pulls at the same time"
+        for lane in lanes:
+            lane.close()
+
+    def test_a_lane_that_closes_harms_no_other(self, transport: Transport) -> None:
+        """An overdue pull is abandoned by closing its lane."""
+        plan, bad, good = self._plan(), transport.fresh(), transport.fresh()
+        slot, handle = self._publish(transport, plan)
+        staging = self.staging(plan.nbytes)
+        bad.register(self.staging(plan.nbytes))
+        bad.close()
+        good.register(staging)
+        bucket = plan.buckets[0]
+        good.pull(handle, bucket.pieces, staging)
+        same = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces]) == bucket_digest(
+            slot.buffer, [(p.source, p.nbytes) for p in bucket.pieces]
+        )
+        assert same, "a lane was closed, and another one pulls other bytes: fresh() must share nothing that close() ends"
+        good.close()
 
     def test_a_slot_that_is_gone_is_a_clear_error(self, transport: Transport) -> None:
         plan, lane = self._plan(), transport.fresh()
         _, handle = self._publish(transport, plan)
         transport.close()
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(WeightSyncError):  # anything else, or silence, would train on stale weights
             lane.pull(handle, plan.buckets[0].pieces, self.staging(plan.nbytes))
         lane.close()
 
