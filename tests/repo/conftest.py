@@ -88,6 +88,7 @@ def small(tiny_model: Path) -> Callable[[Any], list[str]]:
             f"rollout.max_model_len={min(config.rollout.max_model_len, 512)}",
             "validation.max_tokens=null",
             f"validation.prompts={min(config.validation.prompts, 4)}",
+            "rollout.reward_workers=1",
             "grid.threads=1",
         ]
 
@@ -110,9 +111,10 @@ def workshop(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) 
             write(here / name, "".join(json.dumps(row) + "\n" for row in rows))
         if (example := ROOT / "docs/examples/first_hour").exists():
             shutil.copytree(example, here, dirs_exist_ok=True)
-        for shown in [p for p in pages() if p != page] + [page]:
+        for shown in [page, *(p for p in pages() if p != page)]:
             for block in [b for language in ("python", "yaml") for b in blocks(shown, language)]:
-                if (name := named(block)) and not name.startswith(("docs/", "tests/")):
+                name = named(block)
+                if name and not name.startswith(("docs/", "tests/")) and (shown == page or not (here / name).exists()):
                     write(here / name, block)
         monkeypatch.chdir(here)
         monkeypatch.syspath_prepend(str(here))

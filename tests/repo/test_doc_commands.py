@@ -5,7 +5,7 @@ How far that is, by the program that a line calls:
     posttrain …      for real, in this process, in a folder with the files that the pages show. A training is made small: one step
                      of the hf engine on a tiny model, at most 8 new tokens. Where the line asks for an engine that does not run
                      in this process (vLLM), or for data of a hub, its config is composed and checked instead (`--cfg job`).
-                     Of a sweep the jobs are counted, and the first is run
+                     Of a sweep the jobs are made, and the first is run
     python …         for real (a `--check` is added to the generator of the docs; benchmarks are only compiled)
     pytest …         the tests that it selects exist
     make …           the target exists, and `make -n` accepts it
@@ -13,8 +13,9 @@ How far that is, by the program that a line calls:
     cat, head, …     for real, in bash
     source, cd, git clone, docker, podman    only their form: they would change the machine
 
-Any other line fails: teach it here. RUN, RUN_A and RUN_B, and run directories with a date, stand for a run of one step; OUT for a
-new folder.
+Any other line fails: teach it here. The lines of a page are run in order, in one folder; a training that an earlier page has is
+not run twice. RUN, RUN_A and RUN_B, and run directories with a date, stand for a run of one step, `multirun/NAME` for a sweep of
+two, OUT for a new folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,10 @@ HUB = {"gsm8k_grpo"}
 """Experiments whose data come from a hub, unless the line brings its own."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One command of a page."""
-
-    page: Path
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}: {self.text[:70]}"
-
-
-def commands() -> list[Line]:
-    """Each different line once, in the order of the pages."""
-    found: dict[str, Line] = {}
-    for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
-            for text in lines_of(block):
-                found.setdefault(text, Line(page, text))
-    return list(found.values())
+def commands(page: Path) -> list[str]:
+    """The command lines of a page, in order."""
+    shown = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [line for block in shown for line in lines_of(block)]
 
 
 def lines_of(block: str) -> Iterator[str]:
@@ -79,44 +64,54 @@ def lines_of(block: str) -> Iterator[str]:
         yield from (part for part in re.split(r"\s+&&\s+", re.sub(r" +", " ", words)) if part)
 
 
-LINES = commands()
+SEEN: set[str] = set()
+"""Trainings that were run on an earlier page."""
 
 
-@pytest.fixture
-def place(workshop: Callable[[Path], Path], ended_run: Path, tmp_path: Path) -> Callable[[Line], list[str]]:
-    """Goes to a fresh folder for a line, and gives its words with the placeholders filled in."""
-
-    def prepare(line: Line) -> list[str]:
-        workshop(line.page)
-        words = []
-        for word in shlex.split(line.text, comments=False):
-            dated = r"(?:outputs|multirun)/[\w./-]*\d{4}-?\d{2}-?\d{2}[\w-]*"
-            found = re.match(rf"(RUN(?:_[A-Z])?|{dated})(?=/|$)", word)
-            if found:
-                copy = tmp_path / f"copy-{re.sub(r'[^A-Z_]', '', found[1]) or 'DATED'}"
-                if not copy.exists():
-                    shutil.copytree(ended_run, copy)
-                word = str(copy) + re.sub(r"step_\d+", "step_1", word[found.end() :])
-            words.append("out" if word == "OUT" else word)
-        return words
-
-    return prepare
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_commands_of_the_page_work(
+    page: Path, workshop: Callable[[Path], Path], ended_run: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them in order, in one folder, as a reader types them."""
+    workshop(page)
+    for line in commands(page):
+        if line.startswith("posttrain train") and ">" not in line and line in SEEN:
+            continue
+        SEEN.add(line)
+        print(f"{page.name}$ {line}")
+        run_line(line, [placed(word, ended_run, tmp_path) for word in shlex.split(line)], small, monkeypatch)
 
 
-@pytest.mark.parametrize("line", LINES, ids=str)
-def test_the_command_works(line: Line, place: Callable[[Line], list[str]], small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = place(line)
-    while words and (setting := re.fullmatch(r"([A-Z_]+)=(.*)", words[0])):
-        monkeypatch.setenv(setting[1], setting[2])
-        if setting[1] == "PYTHONPATH":
-            monkeypatch.syspath_prepend(setting[2])
-        words.pop(0)
-    program = Path(words[0]).name if words[0].startswith(".venv/bin/") else words[0]
-    if program in BASH:
-        assert subprocess.run(["bash", "-ec", line.text], check=False).returncode == 0
-        return
-    assert program in PROGRAMS, f"{line.page.relative_to(ROOT)}: no way to test {line.text!r}; add one to PROGRAMS"
-    PROGRAMS[program](words[1:], small)
+def placed(word: str, ended_run: Path, tmp_path: Path) -> str:
+    """A word with what stands for a run, a sweep or a new folder filled in."""
+    if word == "OUT" or word.startswith("OUT/"):
+        return word.replace("OUT", str(tmp_path / "out"), 1)
+    if re.fullmatch(r"multirun/[\w-]+", word):
+        for number in ("0", "1"):
+            shutil.copytree(ended_run, Path(word) / number / ended_run.name, dirs_exist_ok=True)
+        return word
+    found = re.match(r"(RUN(?:_[A-Z])?|(?:outputs|multirun)/[\w./-]*\d{4}-?\d{2}-?\d{2}[\w-]*)(?=/|$)", word)
+    if found is None:
+        return word
+    copy = tmp_path / f"copy-{re.sub(r'[^A-Z_]', '', found[1]) or 'DATED'}"
+    if not copy.exists():
+        shutil.copytree(ended_run, copy)
+    return str(copy) + re.sub(r"step_\d+", "step_1", word[found.end() :])
+
+
+def run_line(line: str, words: list[str], small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        while words and (setting := re.fullmatch(r"([A-Z_]+)=(.*)", words[0])):
+            patch.setenv(setting[1], setting[2])
+            if setting[1] == "PYTHONPATH":
+                patch.syspath_prepend(setting[2])
+            words.pop(0)
+        program = Path(words[0]).name if words[0].startswith(".venv/bin/") else words[0]
+        if program in BASH:
+            assert subprocess.run(["bash", "-ec", line], check=False).returncode == 0, line
+            return
+        assert program in PROGRAMS, f"no way to test {line!r}; add one to PROGRAMS"
+        PROGRAMS[program](words[1:], small)
 
 
 # posttrain ------------------------------------------------------------------------------------------------------------------
@@ -124,15 +119,18 @@ def test_the_command_works(line: Line, place: Callable[[Line], list[str]], small
 
 def run_posttrain(arguments: list[str], small: Small) -> None:
     arguments, redirect = split_redirect(arguments)
+    if {"--multirun", "-m"} & set(arguments):
+        arguments = [*first_job(arguments), *(["--dry-run"] if "--dry-run" in arguments else [])]
     if arguments[0] == "train" and not {"--help", "-h", "--cfg", "--dry-run"} & set(arguments):
         arguments = small_training(arguments, small)
     elif "--step" in arguments:
         arguments[arguments.index("--step") + 1] = "1"
+    fine = (0, 2) if arguments[:2] == ["plugins", "doctor"] else (0,)  # 2: an optional dependency is not there
     if redirect:
         with open(redirect, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-            assert main(arguments) == 0
+            assert main(arguments) in fine
     else:
-        assert main(arguments) == 0
+        assert main(arguments) in fine, arguments
 
 
 def split_redirect(arguments: list[str]) -> tuple[list[str], str | None]:
@@ -149,8 +147,6 @@ def small_training(arguments: list[str], small: Small) -> list[str]:
     """The same command for one step of a tiny model, or with `--cfg job` where it cannot run here."""
     if "--resume" in arguments:
         return [*arguments, *(["rl.steps=2"] if any(a.startswith("rl.steps=") for a in arguments) else [])]
-    if {"--multirun", "-m"} & set(arguments):
-        arguments = first_job(arguments)
     given = [a for a in arguments[1:] if "=" in a]
     file = arguments[arguments.index("--config") + 1] if "--config" in arguments else None
     config = load_config(given, config_file=file).config
@@ -164,7 +160,7 @@ def small_training(arguments: list[str], small: Small) -> list[str]:
 
 
 def first_job(arguments: list[str]) -> list[str]:
-    """The first job of a sweep that Hydra made; there is more than one, and each one's config is accepted."""
+    """The first job of a sweep that Hydra made; there is more than one, and the last one's config is accepted, too."""
     from posttrain.cli import multirun
 
     jobs: list[list[str]] = []
@@ -172,8 +168,7 @@ def first_job(arguments: list[str]) -> list[str]:
         patch.setattr(multirun, "run_job", lambda task, **_: jobs.append(list(task)) or 0)
         assert main(arguments) == 0
     assert len(jobs) > 1, "a sweep of one run"
-    for job in jobs:
-        load_config(job)
+    load_config(jobs[-1])
     return ["train", *jobs[0]]
 
 
@@ -244,8 +239,9 @@ BASH = {"cat", "head", "tail", "ls", "mkdir", "echo", "cp", "wc", "grep"}
 
 
 def test_there_are_commands() -> None:
-    assert len(LINES) > 30
-    assert sum(line.text.startswith("posttrain train") for line in LINES) > 15
+    lines = {line for page in PAGES for line in commands(page)}
+    assert len(lines) > 60
+    assert sum(line.startswith("posttrain train") for line in lines) > 30
 
 
 SHOWN = re.findall(

@@ -75,12 +75,6 @@ def test_the_python_of_the_page_runs(page: Path, workshop: Workshop, ended_run: 
     run_page(page, ended_run)
 
 
-def test_custom_reward_scores_a_text(workshop: Workshop, ended_run: Path) -> None:
-    page = ROOT / "docs/howto/custom-reward.md"
-    workshop(page)
-    assert "Reward(total=1.0, parts={'correct': 1.0, 'format': 1.0}" in run_page(page, ended_run)
-
-
 def test_custom_datapacker_is_found_by_its_path(workshop: Workshop) -> None:
     from posttrain.data.packer import load_packer
 
