@@ -6,6 +6,9 @@ The screens are in tests/data/plugin_errors/. After a deliberate change:  UPDATE
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,30 @@ def test_unselected_and_broken_is_one_line_each_and_nothing_more(broken_site, sc
     assert seen.code == 0 and "name: arithmetic" in seen.out
     golden("quarantined", "".join(line for line in seen.err.splitlines(keepends=True) if "quarantined" in line))
     assert nothing_happened(broken_site, tmp_path)
+
+
+def test_a_run_beside_them_trains_and_imports_none(broken_site, tmp_path, monkeypatch) -> None:
+    from posttrain.config.load import load_config
+    from posttrain.loop.run import train
+    from posttrain.testing.tiny_model import write_tiny_model
+
+    monkeypatch.syspath_prepend(str(broken_site))
+    write_tiny_model(tmp_path / "tiny")
+    model = [f"model.name_or_path={tmp_path}/tiny", "environments.0.options.largest=9"]
+    small = ["rl.batch_per_replica=8", "rl.group_size=4", "rollout.max_tokens=2", "validation.prompts=0", "tracking.display=none"]
+    loaded = load_config([*model, *small], config_file=tmp_path / "my.yaml")
+    assert sum("quarantined" in note for note in loaded.notes) == 4
+    assert train(loaded, run_dir=tmp_path / "outputs").steps_done == 1 and not list(broken_site.rglob("*.ran"))
+
+
+def test_help_knows_nothing_of_plugins(broken_site) -> None:
+    code = (
+        "import sys; from posttrain.cli.main import main; main(['--help'])\n"
+        "print([name for name in sys.modules if name.startswith(('posttrain.plugins', 'importlib.metadata', 'rl_'))])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(broken_site)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_good_one_beside_them_is_selected_by_name(broken_site, screen, tmp_path) -> None:
