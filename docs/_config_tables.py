@@ -38,6 +38,7 @@ RULED: dict[str, tuple[str, str]] = {
     "grid.shapes.rollout": ("each at least 1", "[0,1]"),
     "environments[i].weight": ("above 0", "0"),
     "evals[i].weight": ("above 0", ""),
+    "hooks[i].timeout_s": ("above 0", "0"),
 }
 """Bounds of numbers that `config/rules.py` holds to, and a value that it refuses (a test tries each)."""
 
@@ -63,8 +64,8 @@ def _group(name: str, prefix: str, classes: dict[str, ast.ClassDef], lines: Sequ
             nested.append((kind, key))
         else:
             rows.append((code(key), kind_of(kind), yaml(_default(node.value)), bounds(key), prose(comment)))
-        if "EnvironmentConfig" in kind:
-            nested.append(("EnvironmentConfig", f"{key}[i]"))
+        if entry := re.fullmatch(r"tuple\[(\w+Config), \.\.\.\]", kind):
+            nested.append((entry[1], f"{key}[i]"))
     if rows:
         title = f"`{prefix[:-1]}`" if prefix else "Top level"
         parts.append(f"## {title}\n\n" + table(("Key", "Type", "Default", "Bounds", "Meaning"), rows))
@@ -152,10 +153,10 @@ def plugin_options(kind: str) -> str:
     reading = "### Reading data\n\nOf every environment that reads rows from files or a hub.\n\n"
     parts = [reading + _option_table(common)] if common else []
     for info in infos:
-        module = importlib.import_module(info.value.partition(":")[0])
+        modules = [] if info.card.missing else [importlib.import_module(info.value.partition(":")[0])]
         rest = [_resolved(o, info.value) for o in own[info.name] if o not in common]
         if rest:
-            parts.append(f"### `{info.name}`\n\n{info.card.help}\n\n{_option_table(rest, module)}")
+            parts.append(f"### `{info.name}`\n\n{info.card.help}\n\n{_option_table(rest, *modules)}")
     return "\n".join(parts)
 
 

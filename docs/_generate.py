@@ -12,6 +12,7 @@ A page holds a block between two marks; what is between them is replaced:
     <!-- generated: options grpo -->  …  <!-- end -->       an algorithm's own options
     <!-- generated: plugin-options envs -->  …  <!-- end -->    the options of every plug-in of a kind, one section each
     <!-- generated: other-names -->  …  <!-- end -->        keys of other trainers, and what answers them here
+    <!-- generated: hooks -->  …  <!-- end -->              every hook of hooks/specs.py: what it may take, and when it is called
     <!-- generated: metrics -->  …  <!-- end -->            every metric of tracking/metric_names.py
     <!-- generated: example first_hour/my_rewards.py score -->  …  <!-- end -->    a file of docs/examples, or one function
     <!-- generated: cli train show -->  …  <!-- end -->     `--help` of commands; without a command, of the program
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -35,6 +37,7 @@ from _markdown import code, prose, table
 
 from posttrain import errors
 from posttrain.cli.main import COMMANDS, HELP
+from posttrain.hooks import EVENTS, HookSpecs
 from posttrain.tracking.metric_names import SECTIONS
 
 DOCS = Path(__file__).parent
@@ -129,6 +132,15 @@ def cli(*commands: str) -> str:
     return "".join(f"```text\n{text.rstrip()}\n```\n" for text in texts)
 
 
+def hooks(*_: str) -> str:
+    rows = [(code(name), ", ".join(map(code, takes)), _when(name)) for name, takes in EVENTS.items()]
+    return table(("Hook", "May take", "When, and what it is given"), rows)
+
+
+def _when(hook: str) -> str:
+    return prose(" ".join((inspect.getdoc(getattr(HookSpecs, hook)) or "").split()))
+
+
 def metrics(*_: str) -> str:
     parts = []
     for title, section in SECTIONS.items():
@@ -162,6 +174,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "other-names": _config_tables.other_names,
     "cli": cli,
     "example": example,
+    "hooks": hooks,
     "metrics": metrics,
 }
 

@@ -11,7 +11,7 @@ How far that is, by the program that a line calls:
     make …           the target exists, and `make -n` accepts it
     pip install …    the requirement is well formed, its extras are ours, its file exists; nothing is installed
     cat, head, …     for real, in bash
-    source, cd, git clone, docker, podman    only their form: they would change the machine
+    source, cd, git clone, docker, podman, tensorboard, wandb, trackio    only their form: they would change the machine
 
 Any other line fails: teach it here. The lines of a page are run in order, in one folder; a training that an earlier page has is
 not run twice. RUN, RUN_A and RUN_B, and run directories with a date, stand for a run of one step, `multirun/NAME` for a sweep of
@@ -233,7 +233,7 @@ PROGRAMS: dict[str, Callable[[list[str], Small], None]] = {
     "make": dry_make,
     "pip": check_requirements,
     "pytest": select_tests,
-    **dict.fromkeys(("source", "cd", "git", "docker", "podman"), form_only),
+    **dict.fromkeys(("source", "cd", "git", "docker", "podman", "tensorboard", "wandb", "trackio"), form_only),
 }
 BASH = {"cat", "head", "tail", "ls", "mkdir", "echo", "cp", "wc", "grep"}
 

@@ -122,7 +122,8 @@ def test_the_bounds_that_rules_hold_to_are_true(generate: ModuleType) -> None:
     good = ["experiment=arithmetic_grpo"]
     for key, (_, refused) in generate._config_tables.RULED.items():
         if refused:
-            override = f"environments=[{{name: arithmetic, weight: {refused}}}]" if "[" in key else f"{key}={refused}"
+            entry = {"environments[i].weight": "arithmetic, weight", "hooks[i].timeout_s": "tensorboard, timeout_s"}.get(key)
+            override = f"{key.partition('[')[0]}=[{{name: {entry}: {refused}}}]" if entry else f"{key}={refused}"
             with pytest.raises(ConfigError) as caught:
                 load_config([*good, override])
             assert key.replace("[i]", "[0]").rpartition(".")[0] in str(caught.value), key

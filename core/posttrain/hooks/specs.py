@@ -47,7 +47,8 @@ class HookSpecs:
 
     @hookspec
     def metrics(self, step: int, groups: Sequence[Group]) -> Mapping[str, float] | None:
-        """Numbers to add to this batch step: `{"verbs": 3}` becomes `hook/<name>/verbs` in metrics.jsonl and in every tracker."""
+        """Numbers to add to this batch step: `{"verbs": 3}` becomes the metric `hook/NAME/verbs`, in metrics.jsonl
+        and in every tracker."""
 
     @hookspec
     def step_end(
