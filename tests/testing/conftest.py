@@ -24,7 +24,7 @@ def laws() -> Callable[[type], set[str]]:
 
 @pytest.fixture
 def told(tmp_path: Any) -> Told:
-    """`told(suite, law, plug_in, **others)`: the message of a law that fails. The test fails when the law passes, or is skipped."""
+    """`told(suite, law, plug_in, **others)`: the message of a law that fails. Fails when it passes, or is skipped."""
 
     def call(suite: Any, law: str, plug_in: Any, **others: Any) -> str:
         function = getattr(suite, law)
