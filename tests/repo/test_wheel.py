@@ -64,7 +64,7 @@ def test_it_holds_the_six_packages_and_no_tests(wheel: Path) -> None:
 def test_it_holds_every_module_of_the_sources(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
-    sources = {str(p.relative_to(ROOT / r)) for r in roots for kind in ("*.py", "*.jsonl") for p in (ROOT / r).rglob(kind)}
+    sources = {str(p.relative_to(ROOT / r)) for r in roots for kind in ("*.py", "*.jsonl", "*.tmpl") for p in (ROOT / r).rglob(kind)}
     assert sources - packed == set()
 
 
@@ -94,7 +94,7 @@ def test_requirements_pin_every_dependency_of_the_package() -> None:
     assert not names & {"torchvision", "torchaudio", "torchcodec", "posttrain"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    for extra in ("cpu", "reasoning-gym", "smollm2", "plot", "tensorboard", "wandb", "dev", "docs"):
+    for extra in ("cpu", "reasoning-gym", "smollm2", "plot", "tensorboard", "wandb", "test", "dev", "docs"):
         wanted += project["project"]["optional-dependencies"][extra]
     bare = {re.sub(r"[-_.]+", "-", re.split(r"[<>=!~ \[;]", w)[0]).lower() for w in wanted}
     assert bare - names == set()

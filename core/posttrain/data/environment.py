@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from posttrain.types import Message, Reward, Trajectory
 
@@ -144,7 +144,7 @@ def as_messages(prompt: Prompt) -> list[Message]:
     return [dict(m) for m in prompt] if is_messages(prompt) else []  # type: ignore[misc, arg-type]
 
 
-def is_messages(prompt: object) -> bool:
+def is_messages(prompt: object) -> TypeGuard[list[Message]]:
     """Whether a prompt is a list of chat messages (an empty list is not)."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from posttrain.testing.datapacker_contract import DataPackerContract as DataPackerContract
     from posttrain.testing.engine_contract import EngineContract as EngineContract
     from posttrain.testing.env_contract import EnvContract as EnvContract
+    from posttrain.testing.hook_contract import HookContract as HookContract
     from posttrain.testing.transport_contract import TransportContract as TransportContract
 
 _HOME_OF = {
@@ -21,10 +22,11 @@ _HOME_OF = {
     "DataPackerContract": "datapacker_contract",
     "EngineContract": "engine_contract",
     "EnvContract": "env_contract",
+    "HookContract": "hook_contract",
     "TransportContract": "transport_contract",
 }
 
-__all__ = ["AlgorithmContract", "DataPackerContract", "EngineContract", "EnvContract", "TransportContract"]
+__all__ = ["AlgorithmContract", "DataPackerContract", "EngineContract", "EnvContract", "HookContract", "TransportContract"]
 
 
 def __getattr__(name: str) -> Any:
