@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": "posttrain.cli.compare",
     "export": "posttrain.cli.export",
     "plugins": "posttrain.cli.plugins",
+    "new": "posttrain.cli.new",
     "experiments": "posttrain.cli.experiments",
 }
 """Each command's module; it defines `parser()` and `run(args)`."""
@@ -38,8 +39,12 @@ look
   posttrain diff A B                                what tells two runs apart, and what they came to
   posttrain compare RUN ... [--plot OUT.png]        one line for each setting of a sweep
   posttrain experiments list                        what experiment= can name
-  posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports
+  posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports, hooks
   posttrain plugins doctor [NAME]                   import each plug-in and say what is wrong with it
+
+write
+  posttrain new env|algorithm|datapacker|hook NAME  a plug-in package to begin with, with its tests
+  posttrain plugins check NAME [KEY=VALUE ...]      the laws of its kind, run on an installed plug-in
 
 everywhere
   --help, --version, --traceback                    (--traceback shows where an error came from)

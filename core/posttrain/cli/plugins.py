@@ -1,4 +1,4 @@
-"""`posttrain plugins list | doctor`."""
+"""`posttrain plugins list | doctor | check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.cli.main import Parser
 from posttrain.cli.text import table
-from posttrain.errors import EXIT_CONFIG, EXIT_OK
+from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from posttrain.plugins.card import Card
 from posttrain.plugins.discovery import ALLOW_VARIABLE, PluginInfo, allowed, installed
 from posttrain.plugins.doctor import Finding, doctor, look
@@ -19,14 +19,22 @@ from posttrain.plugins.kinds import KINDS
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="posttrain plugins", description="What is installed, and whether it works.", allow_abbrev=False)
-    made.add_argument("action", choices=["list", "doctor"], help="list: names and help, nothing imported; doctor: import each")
+    actions = "list: names and help, nothing imported; doctor: import each; check: run the laws of its kind on one"
+    made.add_argument("action", choices=["list", "doctor", "check"], help=actions)
     made.add_argument("name", nargs="?", help="only this plug-in (NAME or DISTRIBUTION/NAME); list shows its options, too")
+    made.add_argument("options", nargs="*", metavar="KEY=VALUE", help="check: its options")
     made.add_argument("--kind", choices=list(KINDS), help="only this kind")
     made.add_argument("--json", action="store_true", help="list: everything as JSON, options included")
     return made
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "check":
+        from posttrain.cli.check import check
+
+        return check(args.name, args.kind, args.options)
+    if args.options:
+        raise ConfigError(f"plugins {args.action} takes no {args.options[0]}", fix="posttrain plugins --help", code="usage")
     return _doctor(args) if args.action == "doctor" else _list(args)
 
 

@@ -1,6 +1,7 @@
 """Contract suites for plug-ins: subclass one, give its fixture, and the laws of the contract run as tests on a CPU.
 
-    from posttrain.testing import AlgorithmContract, DataPackerContract, EngineContract, EnvContract, TransportContract
+    from posttrain.testing import AlgorithmContract, DataPackerContract, EnvContract, HookContract      # what people write most
+    from posttrain.testing import EngineContract, TransportContract
 
 Names are imported when they are first used, so that a test of an environment loads no torch.
 """
