@@ -13,6 +13,7 @@ A page holds a block between two marks; what is between them is replaced:
     <!-- generated: plugin-options envs -->  …  <!-- end -->    the options of every plug-in of a kind, one section each
     <!-- generated: other-names -->  …  <!-- end -->        keys of other trainers, and what answers them here
     <!-- generated: hooks -->  …  <!-- end -->              every hook of hooks/specs.py: what it may take, and when it is called
+    <!-- generated: laws env -->  …  <!-- end -->           the laws of a contract suite of `posttrain.testing`
     <!-- generated: metrics -->  …  <!-- end -->            every metric of tracking/metric_names.py
     <!-- generated: example first_hour/my_rewards.py score -->  …  <!-- end -->    a file of docs/examples, or one function
     <!-- generated: cli train show -->  …  <!-- end -->     `--help` of commands; without a command, of the program
@@ -161,7 +162,15 @@ def example(name: str, function: str = "") -> str:
     return f"```python\n# {path.name}\n{text}\n```\n"
 
 
+def laws(suite: str) -> str:
+    """The names of a suite's tests, which are sentences."""
+    path = DOCS.parent / "core" / "posttrain" / "testing" / f"{suite}_contract.py"
+    names = re.findall(r"^    def test_(\w+)\(", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return "".join(f"- {name.replace('_s_', chr(39) + 's_').replace('_', ' ')}\n" for name in names)
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
+    "laws": laws,
     "errors": error_table,
     "error-list": error_list,
     "error-classes": error_classes,

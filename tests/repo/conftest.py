@@ -124,7 +124,8 @@ def workshop(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) 
 
     yield prepare
     for name, module in list(sys.modules.items()):
-        if name not in before and str(here) in str(getattr(module, "__file__", "")):
+        place = [vars(module).get("__file__"), vars(module).get("__path__")]  # a folder without __init__ has no file
+        if name not in before and str(here) in str(place):
             del sys.modules[name]
 
 

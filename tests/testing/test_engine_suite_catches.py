@@ -148,7 +148,7 @@ class ClosesOnce(HFEngine):
 seeds = itertools.count()
 BROKEN: dict[str, tuple[Any, str]] = {
     "test_nothing_is_generated_before_the_first_commit": (
-        lambda rig, patch: patch.setattr(rig, "before_commit", None), r"before the first commit gave None: raise WeightSyncError"),
+        lambda rig, patch: patch.setattr(rig, "before_commit", None), r"commit gave None: raise WeightSyncError"),
     "test_every_sample_comes_back_once_and_whole": (
         replies(lambda c: None if c.index == 2 else c), r"not n completions of each request"),
     "test_logprobs_are_those_of_the_distribution_sampled_from": (
@@ -164,7 +164,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "test_scores_of_given_sequences": (method("logprobs", shifted_scores), r"of each token from the second on"),
     "test_an_aborted_request_ends_and_the_others_do_not": (method("abort", lambda _: nothing), r"finish_reason 'aborted'"),
     "test_a_reader_that_goes_away_frees_the_engine": (ends_with_its_reader, r"the next request gets nothing"),
-    "test_a_cancelled_reader_takes_its_requests_along": (keeps_the_cancelled, r"the first one still runs; abort it in a finally"),
+    "test_a_cancelled_reader_takes_its_requests_along": (keeps_the_cancelled, r"the first one still runs"),
     "test_many_readers_get_what_each_gets_alone": (draws_from_one_stream, r"changes its draws: its noise is drawn ahead"),
     "test_what_it_is_made_of_travels": (method("options", lambda _: threading.Lock()), r"cannot be sent to another process"),
     "test_new_weights_are_used_and_stamped": (

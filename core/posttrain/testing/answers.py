@@ -44,7 +44,7 @@ def spoilt(gold: str) -> dict[str, str]:
 
 def contradictions(gold: str, wrong: Iterable[str]) -> list[str]:
     """The right answer beside a wrong one, in both orders; empty where no wrong one is known."""
-    bad = next(iter(wrong), None) or _another_number(gold)
+    bad = next(iter(wrong), None) or _another_number(gold) or (_shuffled(gold) if re.fullmatch(r"\w+", gold) else None)
     return [] if bad is None else [f"{gold}\n{bad}", f"{bad}\n{gold}"]
 
 
