@@ -107,7 +107,7 @@ def test_a_function_by_its_path(folder: Path) -> None:
     assert "FileNotFoundError" in refused("data", data="mine.py:fails").cause
     assert "has no attribute 'other'" in refused("data", data="mine.py:other").cause
     assert refused("no-dataset", data="mine.py:number").message == (
-        f"the data of {folder}/mine.py:number gave an int, which is no dataset"
+        "the data of mine.py:number gave an int, which is no dataset"
     )
     assert refused("unreadable-row", data="mine.py:breaks").message == f"the data of {folder}/mine.py:breaks failed after row 1"
 
@@ -246,10 +246,11 @@ def test_a_filter_by_path_sees_the_renamed_row_and_is_told_when_it_fails(folder:
 @pytest.mark.parametrize("options, text", [
     ({"test_size": 1.5}, "test_size=1.5 is no fraction"), ({"test_size": -1}, "test_size=-1 must be at least 0"),
     ({"take": 0}, "take=0 must be at least 1"), ({"test_size": 3, "test_data": "x"}, "test_data and test_size are both set"),
+    ({"data": ""}, "data is empty"), ({"test_data": " "}, "test_data is empty"),
 ])
 def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        DataOptions(data=[], **options)
+        DataOptions(**{"data": [], **options})
 
 
 def test_a_test_split_that_leaves_nothing(folder: Path) -> None:

@@ -46,19 +46,25 @@ def find_tables(
     if _REFERENCE.match(text) or text.startswith("object:"):
         from posttrain.data.objects import call, tables_of
 
-        return tables_of(call(text, {}, where), f"the data of {text}")
+        return tables_of(call(text, {}, where), f"the data of {shown(text)}")
     if _looks_like_path(text):
-        saved = Path(text).expanduser()
+        saved = Path(shown(text)).expanduser()
         if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():
             from posttrain.data.hub_data import load_saved
             from posttrain.data.objects import tables_of
 
-            return tables_of(load_saved(saved), text)
+            return tables_of(load_saved(saved), shown(text))
         read = stream_files if streaming else read_files
         return {name: read(files) for name, files in files_by_split(text).items()}
     from posttrain.data.hub_data import load_hub
 
     return load_hub(text, config, split, streaming=streaming)
+
+
+def shown(text: str) -> str:
+    """What a text names, as one would type it here: a path in the current folder without that folder."""
+    here = Path.cwd()
+    return str(Path(text).relative_to(here)) if Path(text).is_relative_to(here) and Path(text) != here else text
 
 
 def absolute_data(text: str) -> str:
@@ -78,8 +84,7 @@ def _looks_like_path(text: str) -> bool:
 
 def files_by_split(text: str) -> dict[str, list[Path]]:
     """The files of a path, folder or glob, in sorted order, by the split that their names tell. Raises DataError."""
-    here = Path.cwd()
-    text = os.path.relpath(text, here) if Path(text).is_relative_to(here) and Path(text) != here else text  # short in messages
+    text = shown(text)
     path = Path(text).expanduser()
     if set(text) & _GLOB and not path.exists():
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())

@@ -58,6 +58,7 @@ class RowCheck:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
+        """Raise what the thread has found so far, if anything."""
         if self.failure is not None:
             raise self.failure
 

@@ -53,6 +53,10 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         size, take = self.test_size, self.take
+        for name in ("data", "test_data"):
+            if isinstance(text := getattr(self, name), str) and not text.strip():
+                raise ConfigError(f"{name} is empty", cause="it would mean the current folder",
+                                  fix=f"name a file or a folder ({name}=. for the current one), or leave {name} out")
         if isinstance(size, float) and not 0 < size < 1:
             raise ConfigError(f"test_size={size} is no fraction", fix="write a number of rows, or a fraction between 0 and 1")
         if isinstance(size, int) and size < 0:
@@ -244,10 +248,13 @@ def _filter(ref: Any) -> Any:
 
 
 def _title(data: Any) -> str:
-    return data if isinstance(data, str) else "data"
+    from posttrain.data.locate import shown
+
+    return shown(data) if isinstance(data, str) else "data"
 
 
 def repeated_id(name: str, first: str, second: str) -> DataError:
+    """The error about rows that share an id. first, second: their places."""
     return DataError(
         f"{first} and {second} have the same id {name!r}", fix="give every row its own id, or leave ids out",
         code="repeated-id",

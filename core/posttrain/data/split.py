@@ -52,6 +52,7 @@ def _nothing_left(size: object, rows: int, cause: str = "") -> DataError:
 
 
 def wanted_rows(size: int | float | None, total: int) -> int:
+    """How many of `total` rows `test_size` holds out."""
     if size is None:
         return min(total // SHARE, LARGEST_SHARE)
     return size if isinstance(size, int) else max(round(size * total), 1)
