@@ -198,6 +198,12 @@ DAPO = {
 DEEPSCALER = {"problem": "What is $y$?", "answer": "-\\frac{2}{3}", "solution": "Long. $\\boxed{5}$"}
 
 
+def test_a_column_of_ones_own_named_gold_is_no_answer() -> None:
+    assert read({"question": "1+1=", "answer": "2", "gold": "silver"})["gold"] == "2"
+    with pytest.raises(DataError, match="has no final answer"):
+        read({"question": "1+1=", "gold": "2"})
+
+
 @pytest.mark.parametrize(
     ("form", "row", "question", "final"),
     [

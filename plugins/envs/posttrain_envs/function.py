@@ -166,5 +166,10 @@ def _template_columns(prompt: str | None) -> list[str]:
 def _fill(prompt: str, row: Mapping[str, Any]) -> str:
     parts = []
     for text, name, _, _ in string.Formatter().parse(prompt):
+        if name is not None and row[name] is None:
+            raise DataError(
+                f"the column {name!r} of row {row.get('id')!r} is null, and the prompt asks it", cause=f"prompt={prompt!r}",
+                fix="write a value, or leave such rows out with filter", code="no-prompt",
+            )
         parts += [text, "" if name is None else str(row[name])]
     return "".join(parts)

@@ -6,7 +6,7 @@
     deepscaler   problem, answer, solution                                        agentica-org/DeepScaleR-Preview-Dataset
     plain        question or problem, answer                                      one's own, MATH-500, AIME, …
 
-A read row keeps its columns and gains `question` and `gold`; reading it again changes nothing. The DAPO file wraps each problem
+A read row keeps its columns and gains `question` and `gold` (a column of that name is replaced); reading it again gives the same. The DAPO file wraps each problem
 in instructions of its own, which are taken off, and repeats each about a hundred times: see `different`.
 """
 
@@ -37,8 +37,6 @@ _WRAPPER = re.compile(
 
 def read(row: Mapping[str, Any], form: Format = "auto") -> dict[str, Any]:
     """The row with `question` and `gold`. Raises DataError when it has no question or no final answer."""
-    if "gold" in row and "question" in row:
-        return dict(row)
     kind = detect(row) if form == "auto" else form
     question, answer = _PARTS[kind](row)
     final = None if answer is None else gold(str(answer))

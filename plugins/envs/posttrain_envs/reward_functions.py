@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def canonical(reward: Any) -> str | list[dict[str, Any]]:
     """`reward` as options hold it: one reference, or a list of `{name, reward, weight}`. Files become absolute.
 
     Also taken: a function itself, a list of any of these, `{name: function}` and `{name: [function, weight]}`.
-    Raises ConfigError for another form, a repeated name, and a weight that is no number.
+    Raises ConfigError for another form, a repeated name, and a weight that is no finite number.
     """
     refs = References()
     if reward is None:
@@ -154,8 +155,8 @@ def _entry(item: Any, refs: References) -> dict[str, Any]:
                 reward, weight = second
     if not (isinstance(reward, str) or callable(reward)):
         raise ConfigError(f"{reward!r} is no reward function", fix=f"give {_FORMS}")
-    if not _is_number(weight):
-        raise ConfigError(f"weight={weight!r} of the reward function {name or reward!r} is no number", fix="write weight: 1.0")
+    if not _is_number(weight) or not abs(weight) <= sys.float_info.max:  # NaN compares with nothing
+        raise ConfigError(f"weight={weight!r:.20} of the reward function {name or reward!r} is no finite number", fix="write weight: 1.0")
     ref = _ref(reward, name or "reward", refs)
     return {"name": name or ref.rpartition(":")[2].rpartition(".")[2], "reward": ref, "weight": float(weight)}
 
