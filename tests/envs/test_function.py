@@ -437,7 +437,7 @@ def test_auto_is_chat_where_the_model_has_a_template_and_text_elsewhere(folder: 
         ({"data": [{"question": " "}], "answer_column": None}, "is empty"),
         ({"data": [{"question": {"a": 1}}], "answer_column": None}, "holds a dict"),
         ({"data": "my.json"}, "my.jsonl"),
-        ({"data": [{"question": None}], "answer_column": None, "prompt": "Q: {question}"}, "the column 'question' of row '1' is null"),
+        ({"data": [{"question": None}], "answer_column": None, "prompt": "{question}"}, "column 'question' of row '1' is null"),
         ({"style": "prose"}, "style"),
         ({"promt": "x"}, "did you mean prompt?"),
     ],

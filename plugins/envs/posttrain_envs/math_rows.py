@@ -6,8 +6,9 @@
     deepscaler   problem, answer, solution                                        agentica-org/DeepScaleR-Preview-Dataset
     plain        question or problem, answer                                      one's own, MATH-500, AIME, …
 
-A read row keeps its columns and gains `question` and `gold` (a column of that name is replaced); reading it again gives the same. The DAPO file wraps each problem
-in instructions of its own, which are taken off, and repeats each about a hundred times: see `different`.
+A read row keeps its columns and gains `question` and `gold`, in the place of columns of these names; reading it again gives the
+same. The DAPO file wraps each problem in instructions of its own, which are taken off, and repeats each about a hundred times:
+see `different`.
 """
 
 from __future__ import annotations

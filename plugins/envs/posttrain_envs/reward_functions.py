@@ -155,8 +155,9 @@ def _entry(item: Any, refs: References) -> dict[str, Any]:
                 reward, weight = second
     if not (isinstance(reward, str) or callable(reward)):
         raise ConfigError(f"{reward!r} is no reward function", fix=f"give {_FORMS}")
-    if not _is_number(weight) or not abs(weight) <= sys.float_info.max:  # NaN compares with nothing
-        raise ConfigError(f"weight={weight!r:.20} of the reward function {name or reward!r} is no finite number", fix="write weight: 1.0")
+    if not _is_number(weight) or not abs(weight) <= sys.float_info.max:  # so, not >: NaN compares with nothing
+        said = f"weight={weight!r:.20} of the reward function {name or reward!r} is no finite number"
+        raise ConfigError(said, fix="write weight: 1.0")
     ref = _ref(reward, name or "reward", refs)
     return {"name": name or ref.rpartition(":")[2].rpartition(".")[2], "reward": ref, "weight": float(weight)}
 
