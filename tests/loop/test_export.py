@@ -150,6 +150,25 @@ def test_the_card_says_where_the_model_comes_from_and_no_path_of_this_machine(ru
     assert str(run.parent) not in text and str(run.parent.parent) not in text
 
 
+def test_the_card_keeps_the_last_part_of_what_a_file_holds(run, tmp_path):
+    """A run that resumes from anywhere names its files by absolute paths; its model card does not."""
+    from posttrain.loop.model_card import card
+
+    copy, mine = copy_of(run, tmp_path), f"{tmp_path}/mine.py"
+    tree = yaml.safe_load((copy / "config.yaml").read_text())
+    tree["rl"]["data"]["factory"] = f"{mine}:rows"
+    tree["rl"]["objective"] = {"name": f"{mine}:Mine", "prompts": f"{tmp_path}/prompts.txt"}
+    tree["environments"] = [{"name": f"{mine}:Env"}]
+    (copy / "config.yaml").write_text(yaml.safe_dump(tree))
+    found = checkpoint.find(copy / "checkpoints")[0]
+    rewrite(found.path / "loop.json", fingerprints={f"{mine}:Env": "abc"})
+    model = exporter.ModelConfig(name_or_path="x", factory=f"{mine}:make")
+    text = card(copy, found, model, "float32")
+    for words in ("`mine.py:rows`", "`mine.py:Env`, fingerprint", "`mine.py:make`", "`mine.py:Mine prompts=prompts.txt`"):
+        assert words in text, words
+    assert str(tmp_path) not in text
+
+
 def test_a_name_on_the_hub_is_the_base_model_of_the_card(run):
     from dataclasses import replace
 
@@ -191,6 +210,23 @@ def test_an_empty_folder_is_taken_and_nothing_is_overwritten(run, tmp_path):
             quietly(run, out)
         assert caught.value.code == "out-exists" and "remove this one" in caught.value.fix
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_no_folder_can_be_written_to(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    for out, said in (
+        (".", "is the current folder"),
+        (tmp_path / "link", "already there, a link"),
+        (tmp_path / "file" / "out", "cannot write under"),
+        (tmp_path / ("x" * 300), "cannot write"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            quietly(run, out)
+        assert caught.value.fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "link"]
 
 
 def test_a_failure_at_any_point_leaves_nothing(run, tmp_path, monkeypatch):

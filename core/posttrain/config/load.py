@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.anywhere import absolute_files
 from posttrain.config.call import keyword
 from posttrain.config.compose import Composed, compose
 from posttrain.config.flat_keys import renamed, renamed_entry
@@ -74,6 +75,7 @@ def load_config(
         if values is not None:
             problems = [_in_a_call(problem) for problem in problems]
         raise refuse(problems, origin=composed.layers.origin)
+    config = absolute_files(config)
     notes += [f"quarantined {finding}; fix: {finding.fix}" for finding in quarantined()]
     tree = conceal(to_tree(config))
     origins = {path: origin for path, _ in leaves(tree) if (origin := composed.layers.origin(path)) != "default"}

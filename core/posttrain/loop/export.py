@@ -123,11 +123,25 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> checkpoint.Chec
 
 def refuse_existing(out: Path) -> None:
     """Raise ConfigError unless `out` is absent or an empty folder: nothing is ever overwritten."""
-    if out.is_dir() and not any(out.iterdir()):
+    try:
+        empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot write {out}", cause=exc.strerror or str(exc), fix="give another folder", where=str(out), code="out-exists"
+        ) from exc
+    if empty and out == Path.cwd():
+        raise ConfigError(
+            f"{out} is the current folder, which an export cannot replace",
+            fix="give a new one: ./model",
+            where=str(out),
+            code="out-exists",
+        )
+    if empty:
         return
     if out.exists() or out.is_symlink():
         raise ConfigError(
-            f"{out} is already there" + (" and not empty" if out.is_dir() else ", and no folder"),
+            f"{out} is already there"
+            + (", a link" if out.is_symlink() else " and not empty" if out.is_dir() else ", and no folder"),
             cause="an export overwrites nothing",
             fix="give another folder, or remove this one first",
             where=str(out),
@@ -138,7 +152,7 @@ def refuse_existing(out: Path) -> None:
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when the block ends well, and is removed when it does not."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    aside = out.with_name(f".{out.name[:40]}.{os.getpid()}.tmp")
     try:
         with writing(out):
             shutil.rmtree(aside, ignore_errors=True)
@@ -147,7 +161,7 @@ def _aside(out: Path) -> Iterator[Path]:
             checkpoint.sync_tree(aside)
             refuse_existing(out)
             aside.rename(out)
-    except FileExistsError as exc:
+    except (FileExistsError, NotADirectoryError) as exc:
         raise ConfigError(f"cannot write under {out.parent}", cause=str(exc), fix="give another folder", where=str(out)) from exc
     except PermissionError as exc:
         fix = "give a folder that you may write to"

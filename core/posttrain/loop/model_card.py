@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.plugins.functions import without_folders
 from posttrain.tracking.metric_names import score_of
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.run_dir import saved_config
@@ -52,10 +54,10 @@ def card(run: Path, found: Checkpoint, model: ModelConfig, dtype: str) -> str:
     tree = saved_config(run)
     rl, rollout = tree["rl"], tree["rollout"]
     on_hub = model.factory is None and not Path(model.name_or_path).expanduser().exists()
-    base = model.factory or (model.name_or_path if on_hub else Path(model.name_or_path).name)
+    base = _shown(model.factory or model.name_or_path)
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {"base_model": base} if on_hub else {}
-    front["tags"] = ["posttrain", "reinforcement-learning", str(rl["objective"]["name"])]
+    front["tags"] = ["posttrain", "reinforcement-learning", _shown(rl["objective"]["name"])]
     facts = {
         "Base model": f"`{base}`",
         "Run": f"`{run.name}`, step {found.step} of {rl['steps']}",
@@ -68,7 +70,7 @@ def card(run: Path, found: Checkpoint, model: ModelConfig, dtype: str) -> str:
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         title=tree["name"],
         base=f"`{base}`",
-        objective=f"`{rl['objective']['name']}`",
+        objective=f"`{_shown(rl['objective']['name'])}`",
         step=found.step,
         table=_table(("", ""), facts.items()),
         results=_results(run, found.step),
@@ -96,9 +98,9 @@ def _provenance(run: Path, found: Checkpoint, tree: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
     lines = [f"- config: sha256 `{digest}`"]
     for name, fingerprint in found.loop_state().get("fingerprints", {}).items():
-        lines.append(f"- data: `{name}`, fingerprint `{fingerprint}`")
+        lines.append(f"- data: `{_shown(name)}`, fingerprint `{fingerprint}`")
     if factory := tree["rl"]["data"]["factory"]:
-        lines.append(f"- data made by: `{factory}`")
+        lines.append(f"- data made by: `{_shown(factory)}`")
     try:
         started = json.loads((run / "provenance.json").read_text(encoding="utf-8"))[-1]
     except (OSError, ValueError, IndexError):
@@ -110,11 +112,18 @@ def _provenance(run: Path, found: Checkpoint, tree: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _shown(value: Any) -> str:
+    """A value as it may leave this machine: of a path here, and of a `file.py:name`, the last part."""
+    text = without_folders(str(value))
+    here = text.startswith("~") or os.path.isabs(text) or (os.sep in text and os.path.exists(text))
+    return Path(text).name if here else text
+
+
 def _one_line(plugin: Mapping[str, Any]) -> str:
     """A plug-in with the options that are set: `grpo clip_low=0.2`."""
     flat = {**plugin, **plugin.get("options", {})}
     options = {key: value for key, value in flat.items() if key not in ("name", "options") and value not in (None, False)}
-    return " ".join([str(plugin["name"]), *(f"{key}={value}" for key, value in options.items())])
+    return " ".join([_shown(plugin["name"]), *(f"{key}={_shown(value)}" for key, value in options.items())])
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.loop.model_folder import made_folder, model_folder
 from posttrain.loop.pairs import check_pairs
 from posttrain.loop.validation import held_out_draws, refuse_held_out
+from posttrain.plugins.functions import without_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,9 +109,10 @@ def build_environments(config: RunConfig) -> dict[str, Environment]:
 
     out: dict[str, Environment] = {}
     for position, entry in enumerate(config.environments):
-        name, number = entry.name, 2
+        called = name = without_folders(entry.name)
+        number = 2
         while name in out:
-            name, number = f"{entry.name}#{number}", number + 1
+            name, number = f"{called}#{number}", number + 1
         env = out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
         if type(env).env_response is not Environment.env_response:
             raise ConfigError(

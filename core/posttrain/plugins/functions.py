@@ -27,6 +27,12 @@ def absolute(ref: str) -> str:
     return f"{os.path.abspath(os.path.expanduser(file))}{colon}{name}"
 
 
+def without_folders(ref: str) -> str:
+    """The reference as it is in the folder of its file: what it is called, and what may be shown elsewhere."""
+    file, colon, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
+    return f"{Path(file).name}{colon}{name}" if file.endswith(".py") else ref
+
+
 def function_of(ref: str, what: str) -> Callable[..., Any]:
     """The callable that `ref` names. `what`: what it is for, as in "reward".
 
