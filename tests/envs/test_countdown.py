@@ -304,3 +304,21 @@ def test_score_works_and_the_environment_travels() -> None:
     assert score(ENV, row, "<answer>(8-2)*4</answer>").total == 1.0
     assert score("countdown", row, "<answer>8*4-2</answer>").total == 0.0
     assert pickle.loads(pickle.dumps(ENV)).dataset("test")[:3] == ENV.dataset("test")[:3]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"take": 3, "columns": {"nums": "n"}}, "columns, take would do nothing"),
+    ({"test_data": "rows.jsonl"}, "test_data would do nothing"),
+    ({"streaming": True, "split_seed": 1}, "streaming, split_seed would do nothing"),
+    ({"data": [], "size": 5, "largest": 9, "numbers": (2,)}, "numbers, largest, size would do nothing"),
+])
+def test_options_that_would_do_nothing_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Countdown.Options(**options)
+    assert Countdown.Options(data=[], take=3, operations=["+", "-", "*", "/"]) and Countdown.Options(size=5, test_size=2)
+
+
+@pytest.mark.parametrize("row", [{"nums": [float("inf"), 2], "target": 3}, {"nums": [1, 2], "target": float("-inf")}])
+def test_infinite_numbers_are_no_countdown_row(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="whole number"):
+        ENV.format_prompt(row)

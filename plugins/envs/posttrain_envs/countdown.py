@@ -17,12 +17,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split, user_prompt
 from posttrain.data.source import DataOptions, open_rows
-from posttrain.errors import DataError
+from posttrain.errors import ConfigError, DataError
 from posttrain.types import Reward
 from posttrain_envs.expression import LONGEST, Expression, read
 from posttrain_envs.tags import last_answer, visible, well_formed
@@ -32,6 +32,7 @@ PROMPT = (
     "Think first, then write the expression between <answer> and </answer>, like <answer>(1 + 2) * 3</answer>."
 )
 _OPERATIONS = ("+", "-", "*", "/")
+_OF_MADE = {"numbers", "largest", "largest_target", "operations", "size", "seed"}
 _TRIES = 5000  # draws in a row that give no new problem, after which there are no more
 _TOO_LARGE = 10**6  # of a value on the way to a made target
 _LINE = re.compile(r"[-+*/()=0-9×÷−·\s`$]+", re.ASCII)
@@ -59,6 +60,7 @@ class Countdown(Environment):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            _refuse_idle(self)
             unknown = [op for op in self.operations if op not in _OPERATIONS]
             if unknown or not self.operations:
                 raise ValueError(f"operations={self.operations!r}: choose from {' '.join(_OPERATIONS)}")
@@ -98,13 +100,26 @@ class Countdown(Environment):
         return Reward(total, {"correct": correct, "format": form}, {"value": value, "answer": str(target)})
 
 
+def _refuse_idle(options: DataOptions) -> None:
+    """Raise ConfigError for options that do nothing: of rows without `data`, of made problems beside it."""
+    of_rows = {field.name for field in fields(DataOptions)} - {"data", "test_size"}
+    idle = of_rows if options.data is None else _OF_MADE
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(options)}
+    values = {name: getattr(options, name) for name in defaults}
+    found = [n for n, v in values.items() if n in idle and (tuple(v) if isinstance(v, list) else v) != defaults[n]]
+    if found:
+        cause = "problems are made from a seed: there is no data" if options.data is None else "the problems are those of data"
+        raise ConfigError(f"{', '.join(found)} would do nothing", cause=cause,
+                          fix="set data, or leave them out" if options.data is None else "leave them out, or leave data out")
+
+
 def _problem(task: Mapping[str, Any]) -> tuple[list[int], int]:
     """Raises DataError for a row whose numbers or target are not whole numbers."""
     try:
         nums, target = list(task["nums"]), task["target"]
         if not nums or not all(int(n) == n for n in [*nums, target]):
             raise ValueError("not whole numbers")
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise DataError(
             f"a countdown row must hold `nums`, a list of whole numbers, and `target`, a whole number: {dict(task)!r:.200}",
             cause=f"{type(exc).__name__}: {exc}",
