@@ -132,7 +132,7 @@ async def _step(hooks: RunHooks, step: int, path: Path, metrics: dict[str, Any],
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         await hooks.call("trajectory_scored", step=step, trajectory=trajectory)
     await hooks.call("before_publish", version=step)
-    await hooks.call("after_publish", version=step, metrics={"sync/total_s": 0.01})
+    await hooks.call("after_publish", version=step, metrics={"time/sync_s": 0.01})
     more = await hooks.metrics(step, groups)
     advantages = {t.sample_id: float(n % 2) for group in groups for n, t in enumerate(group.trajectories)}
     await hooks.step_end(step, metrics={**metrics, **more}, groups=groups, advantages=advantages)
