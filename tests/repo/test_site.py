@@ -57,8 +57,11 @@ class Shape(HTMLParser):
         self.feed(text[text.index("<article") : text.index("</article>")])
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag in BLOCKS.values() and dict(attributes).get("class") != "headerlink":
+        style = dict(attributes).get("class") or ""
+        if tag in BLOCKS.values() and style != "headerlink":
             self.counts[tag] += 1
+        elif tag == "div" and "admonition" in style:  # what both make of a quote that begins with [!NOTE]
+            self.counts["blockquote"] += 1
 
 
 BLOCKS = {
