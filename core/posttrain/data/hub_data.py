@@ -18,6 +18,7 @@ from posttrain.data.tables import Listed, Stream, Table
 from posttrain.errors import DataError
 
 PROBE_S = 4.0
+_TRUE = ("1", "ON", "YES", "TRUE")  # as the hub's client reads its variables
 
 
 def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> dict[str, Table | Stream]:
@@ -128,14 +129,15 @@ def _refusal(name: str, config: str | None, exc: BaseException) -> DataError:
     """What the library says, as one message with its fix."""
     text = _words(exc)
     if re.search(r"Couldn't reach|OfflineModeIsEnabled|LocalEntryNotFound|ConnectError|ConnectTimeout|offline mode", text):
-        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached from here"
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached from here"
         return DataError(
             f"the dataset {name} is not in this machine's cache, and {why}",
             cause=f"there is no file or folder {name} either",
             fix="load it once where there is a network; or give options.data a local file or folder",
             code="dataset-absent",
         )
-    if re.search(r"is a gated dataset|40[13]", text):
+    if re.search(r"is a gated dataset|\b40[13]\b", text):
         return DataError(f"the dataset {name} is gated or private", cause=_line(text),
                          fix="accept its terms on its page and set HF_TOKEN to a token that may read it", code="dataset-gated")
     if re.search(r"DatasetNotFoundError|doesn't exist", text):

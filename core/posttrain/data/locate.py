@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.records import BOM, Csv, JsonLines, Tsv, decode, read_csv, read_lines, refuse_other_encodings
+from posttrain.data.records import BOM, Csv, JsonLines, Tsv, decode, parse_json, read_csv, read_lines, refuse_other_encodings
 from posttrain.data.tables import Joined, Listed, Stream, StreamRow, Table
 from posttrain.errors import DataError
 from posttrain.plugins.functions import absolute
@@ -164,13 +164,12 @@ def _json(path: Path, *, keep_open: bool) -> Table:
     refuse_other_encodings(str(path), raw[:4])
     lines = [decode(line, str(path), number) for number, line in enumerate(raw.removeprefix(BOM).split(b"\n"), 1)]
     try:
-        document = json.loads("\n".join(lines)) if raw.strip() else []
-    except json.JSONDecodeError as exc:
-        if exc.msg == "Extra data" and raw.removeprefix(BOM).lstrip()[:1] == b"{":
+        document = parse_json("\n".join(lines), str(path), 1) if raw.strip() else []
+    except DataError as exc:
+        more = isinstance(exc.__cause__, json.JSONDecodeError) and exc.__cause__.msg == "Extra data"
+        if more and raw.removeprefix(BOM).lstrip()[:1] == b"{":
             return JsonLines(path, keep_open=keep_open)
-        raise DataError(
-            f"{path}:{exc.lineno} is not JSON", cause=f"{exc.msg}, column {exc.colno}", fix="correct the file", code="broken-line"
-        ) from exc
+        raise
     values = document.values() if isinstance(document, dict) else []
     lists = [v for v in values if isinstance(v, list) and all(isinstance(row, dict) for row in v)]
     lists = [document] if isinstance(document, list) else lists

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
+import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +45,7 @@ class Records:
         self.path, self._keep_open = str(path), keep_open
         self._real = os.path.abspath(os.path.expanduser(path))  # the current folder may change, and differs in other processes
         self._file: int | None = None
+        self._lock = threading.Lock()
         try:
             self._file = os.open(self._real, os.O_RDONLY)
         except OSError as exc:
@@ -84,7 +88,9 @@ class Records:
 
     def _read(self, first: int, last: int) -> bytes:
         """The bytes of records first … last-1. Raises DataError when the file is not the one that was opened."""
-        file = self._file if self._file is not None else os.open(self._real, os.O_RDONLY)
+        with self._lock:  # two threads would both open it, and one would stay open
+            file = self._file if self._file is not None else os.open(self._real, os.O_RDONLY)
+            self._file = file if self._keep_open else None
         try:
             if _stamp(file) != self._stamp:
                 raise DataError(
@@ -95,9 +101,7 @@ class Records:
             start, end = int(self.starts[first]), int(self.starts[last])
             return os.pread(file, end - start, start)
         finally:
-            if self._keep_open:
-                self._file = file
-            else:
+            if not self._keep_open:
                 os.close(file)
 
     def parse(self, raw: bytes, line: int) -> dict[str, Any]:
@@ -113,7 +117,10 @@ class Records:
             os.close(file)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {"_file": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     __del__ = _close
 
@@ -229,17 +236,9 @@ def read_lines(path: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def parse_line(raw: bytes, path: str, line: int) -> dict[str, Any]:
-    """The JSON object on a line. Raises DataError: not UTF-8, not JSON, not an object, a key twice, NaN."""
+    """The JSON object on a line. Raises DataError: not UTF-8, not an object, and as `parse_json` does."""
     text = decode(raw, path, line)
-    try:
-        row = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except ValueError as exc:
-        at = getattr(exc, "pos", 0)
-        near = f" near {_short(text[max(at - 20, 0) : at + 20].strip())}" if hasattr(exc, "pos") else ""
-        raise DataError(
-            f"{path}:{line} is not JSON", cause=f"{getattr(exc, 'msg', exc)}{near}",
-            fix="correct the line: each line is one JSON object", code="broken-line",
-        ) from exc
+    row = parse_json(text, path, line, "correct the line: each line is one JSON object")
     if not isinstance(row, dict):
         raise DataError(
             f"{path}:{line} is a {_JSON_NAMES.get(type(row), type(row).__name__)}, not an object",
@@ -250,6 +249,35 @@ def parse_line(raw: bytes, path: str, line: int) -> dict[str, Any]:
     return row
 
 
+def parse_json(text: str, path: str, line: int, fix: str = "correct the file") -> Any:
+    """The value of a JSON text that begins on `line`.
+
+    Raises DataError with the line: not JSON, a key twice, no finite number, nested too deep, half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as exc:
+        at = exc.pos
+        line += text.rstrip().count("\n", 0, at)
+        cause = f"{exc.msg} near {_short(text[max(at - 20, 0) : at + 20].strip())}"
+        if "\r" in text.strip() and "\n" not in text.strip():
+            cause, fix = "its lines end in carriage returns alone", _new_line_ends(path)
+        raise DataError(f"{path}:{line} is not JSON", cause=cause, fix=fix, code="broken-line") from exc
+    except ValueError as exc:
+        raise DataError(f"{path}:{line} is not JSON", cause=str(exc), fix=fix, code="broken-line") from exc
+    except RecursionError as exc:
+        raise DataError(f"{path}:{line} is nested too deep to be read", cause="lists or objects in each other, about a thousand",
+                        fix="write the inner part as a text", code="broken-line") from exc
+    if half := next((found for found in _ESCAPES.finditer(text) if found[1]), None) if "\\u" in text else None:
+        raise DataError(
+            f"{path}:{line + text.count(chr(10), 0, half.start())} holds {half[1]}, half of a surrogate pair",
+            cause="it is no character, and no tokenizer takes it", code="broken-line",
+            fix="write the pair (an emoji is \\ud83d\\ude00) or the character itself, or remove it",
+        )
+    return value
+
+
+_ESCAPES = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.")  # a group: half of a pair
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -286,6 +314,17 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON: write null, or leave the key out")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits} is larger than any number can be")
+    return value
+
+
+def _new_line_ends(path: str) -> str:
+    return f"convert the file: tr '\\r' '\\n' < {path} > fixed{Path(path).suffix}"
 
 
 def _stamp(file: int) -> tuple[int, int]:

@@ -72,6 +72,12 @@ class RowCheck:
             self._compare(self._all)
         except PosttrainError as exc:
             self.failure = exc
+        except Exception as exc:
+            self.failure = DataError(
+                f"the rows of {self.source.env} could not be checked", cause=f"{type(exc).__name__}: {exc}",
+                fix="correct the dataset, or the environment that refuses its rows", code="unreadable-row",
+            )
+            self.failure.__cause__ = exc
 
     def _rows_in_order(self) -> Iterator[Any]:
         """All rows; a dataset that can be iterated is, which reads files and Arrow many times faster than row by row."""

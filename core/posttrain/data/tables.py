@@ -165,6 +165,23 @@ class Spool:
             return
         self.seen += 1
         if self._keep(*row):
+            self._write(row)
+
+    def _write(self, row: StreamRow) -> None:
+        try:
+            packed = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as exc:
+            raise DataError(
+                f"{row[2]} cannot be kept on disk, as the rows of a stream are", cause=f"{type(exc).__name__}: {exc}",
+                fix="give rows of numbers, texts, lists and dicts", code="unreadable-row",
+            ) from exc
+        try:
             self._file.seek(self._ends[-1])
-            self._file.write(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
-            self._ends.append(self._file.tell())
+            self._file.write(packed)
+            self._file.flush()
+        except OSError as exc:
+            raise DataError(
+                f"the rows of {self.source} cannot be kept on disk after row {len(self)}", cause=f"{exc.strerror or exc}",
+                fix=f"make room in {tempfile.gettempdir()}, or set TMPDIR to a folder that has it", code="disk",
+            ) from exc
+        self._ends.append(self._ends[-1] + len(packed))
