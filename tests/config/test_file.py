@@ -42,6 +42,8 @@ def refused(tmp_path: Path) -> Callable[..., ConfigError]:
         ("my.yaml", "environments:\n- name: a\n  name: b\n", "environments.0.name is given twice", 3, "keep one"),
         ("my.yaml", "seed: 1\nrl.steps: 3\n", "line 2: rl.steps", 2, "nest them: rl: {steps: …}"),
         ("my.yaml", "rl:\n  optimizer.lr: 3\n", "line 2: optimizer.lr", 2, "nest them: optimizer: {lr: …}"),
+        ("my.yaml", "seed: 1\nrl: &a\n  steps: *a\n", "contains itself", 2, "write the value out"),
+        ("my.yaml", "seed: 1\nenvironments: &a [*a]\n", "contains itself", 2, "write the value out"),
         ("my.json", '{\n "rl": {\n  "steps": 3,,\n}}', "is not valid JSON", 3, "correct that line"),
         ("my.json", '{"seed": 1,\n"seed": 2}', "seed is given twice, in lines 1 and 2", 2, "keep one"),
     ],

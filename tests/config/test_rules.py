@@ -106,3 +106,10 @@ def test_two_environments_of_one_name_with_different_options_are_fine() -> None:
 
 def test_greedy_validation_and_a_nucleus_there_are_fine() -> None:
     assert load_config([TOY, "validation.temperature=0", "validation.top_p=0.9"]).config.validation.top_p == 0.9
+
+
+@pytest.mark.parametrize("name", ["../../evil", ".hidden", "a b", "x" * 201, "é" * 101])
+def test_a_name_that_cannot_be_a_folder_is_refused_before_there_is_a_run(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a run directory"):
+        load_config([TOY], values={"name": name})
+    assert load_config([TOY], values={"name": "x" * 200}).config.name == "x" * 200

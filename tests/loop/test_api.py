@@ -204,3 +204,8 @@ def test_errors_are_exceptions_with_the_short_text(model: str) -> None:
         posttrain.train(model=model, data=QUESTIONS, reward=likes_a, promptcolumn="question")
     text = str(caught.value)
     assert "promptcolumn" in text and 'give it: rl={"steps": 20}' in text and "prompt_column" in text
+
+
+def test_a_resume_takes_no_other_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="stays in its directory"):
+        posttrain.train(resume=tmp_path, run_dir="elsewhere")

@@ -57,7 +57,8 @@ def test_without_origins_everything_that_differs_is_a_label(sweep: Path) -> None
 def test_only_steps_that_all_seeds_have_count_and_a_run_without_any_is_kept(sweep: Path) -> None:
     runs = find_runs([sweep])
     (runs[1] / "validation.jsonl").write_text(json.dumps({"step": 1, "validation/reward/mean": 0.75}) + "\n")
-    (runs[2] / "validation.jsonl").unlink()
+    for run in runs[2:]:
+        (run / "validation.jsonl").unlink()
     first, second = compare_runs(runs).rows
     assert first.curve == ((1, (0.5, 0.75)),) and second.curve == () and second.mean is None
 
@@ -93,3 +94,24 @@ def test_the_drawing_has_a_panel_for_each_row(sweep: Path, tmp_path: Path) -> No
     comparison = compare_runs(find_runs([sweep / "0"]))
     plot_comparison(comparison, tmp_path / "one.png")
     assert (tmp_path / "one.png").exists()
+
+
+def test_a_seed_that_crashed_hides_no_other_and_is_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = find_runs([sweep])
+    (runs[0] / "validation.jsonl").unlink()
+    with (runs[1] / "validation.jsonl").open("a") as file:
+        file.write('{"step": 3, "validation/reward/mean": NaN}\n')
+    row = compare_runs(runs).rows[0]
+    assert row.seeds == (2,) and row.without == (runs[0],) and row.curve == ((0, (0.25,)), (1, (0.5,)), (2, (0.75,)))
+    assert main(["compare", str(sweep)]) == 0
+    assert "1 of 2 runs of grpo has no validation/reward/mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("out", "cause"), [("out.xyz", "suffix 'xyz'"), ("out", "no suffix"), ("absent/out.png", "no folder")])
+def test_a_drawing_that_cannot_be_written_is_refused_before_the_work(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str, cause: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["compare", str(sweep), "--plot", str(tmp_path / out)]) == 2
+    said = capsys.readouterr()
+    assert "cannot draw into" in said.err and cause in said.err and not said.out

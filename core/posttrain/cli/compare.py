@@ -45,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from posttrain.tracking.comparison import compare_runs, find_runs
 
+    if args.plot:
+        from posttrain.tracking.plot import check_drawing
+
+        check_drawing(Path(args.plot))
     comparison = compare_runs(find_runs(args.runs), args.metric)
     print(json.dumps(as_json(comparison), indent=1, default=str) if args.json else as_text(comparison))
     if args.plot:
@@ -72,7 +76,8 @@ def as_text(comparison: Comparison) -> str:
         ]
         for row in comparison.rows
     ]
-    return f"{comparison.metric}\n{table(header, rows)}"
+    lacking = [_lacking(row, comparison.metric) for row in comparison.rows if row.without]
+    return "\n".join([comparison.metric, table(header, rows), *lacking])
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
@@ -84,6 +89,7 @@ def as_json(comparison: Comparison) -> dict[str, object]:
                 "label": {key: value for key, value in row.label.items()},
                 "seeds": list(row.seeds),
                 "runs": [str(run) for run in row.runs],
+                "without": [str(run) for run in row.without],
                 "steps": [step for step, _ in row.curve],
                 "values": [list(values) for _, values in row.curve],
             }
@@ -97,6 +103,14 @@ def _spread(values: Sequence[float]) -> str:
         return "–"
     mean = f"{statistics.fmean(values):.3f}"
     return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
+
+
+def _lacking(row: Row, metric: str) -> str:
+    from posttrain.tracking.text import near
+
+    count, runs = len(row.without), len({*row.runs, *row.without})
+    have = "has" if count == 1 else "have"
+    return f"{count} of {runs} runs of {row.name} {have} no {metric}: {', '.join(map(near, row.without))}"
 
 
 def _where(row: Row) -> str:

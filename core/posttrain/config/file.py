@@ -29,6 +29,7 @@ def read_file(path: Path) -> Layer:
     if root is None or root.id != "mapping":
         cause = "it is empty" if root is None else f"it holds a {root.id}"
         raise ConfigError(f"{path} must hold a mapping of keys", cause=cause, fix="write key: value lines", code="config-file")
+    _refuse_loops(path, root)
     _refuse_twice(path, root)
     _refuse_dotted(path, root)
     try:
@@ -103,6 +104,22 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 def _lines(root: Any) -> Iterator[tuple[str, int]]:
     return ((path, key.start_mark.line + 1) for path, key, _ in _walk(root))
+
+
+def _refuse_loops(path: Path, node: Any, above: tuple[Any, ...] = ()) -> None:
+    """Refuse an anchor that is inside itself (`a: &a [*a]`): it has no end."""
+    if any(node is one for one in above):
+        raise ConfigError(
+            f"{path} holds a value that contains itself",
+            cause="an alias (*NAME) stands inside its own anchor (&NAME)",
+            fix="write the value out",
+            where=f"{path}:{node.start_mark.line + 1}",
+            code="config-file",
+        )
+    if node.id in ("mapping", "sequence"):
+        for child in node.value:
+            for part in child if isinstance(child, tuple) else (child,):
+                _refuse_loops(path, part, (*above, node))
 
 
 def _refuse_twice(path: Path, root: Any) -> None:

@@ -6,6 +6,7 @@ A rule names the keys that it reads; it is skipped when one of them has a proble
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -38,6 +39,26 @@ def _touches(path: str, key: str) -> bool:
 def _model(config: RunConfig) -> Iterator[Problem]:
     if config.model.name_or_path in (MISSING, "") and config.model.factory is None:
         yield Problem("model.name_or_path", "missing value", "give a Hugging Face folder or name: model.name_or_path=PATH")
+
+
+LONGEST_NAME = 200
+"""Bytes of `name`: a file name has 255, and the time and a number follow."""
+
+
+def name_problem(name: str) -> Problem | None:
+    """Why `name` cannot begin the name of a run directory; None when it can."""
+    if not re.fullmatch(r"[\w.+=@-]+", name) or name.startswith("."):
+        fix = "use letters, digits and . _ - + = @ (a folder for all runs is --run)"
+        return Problem("name", f"{name!r} cannot name a run directory", fix)
+    if len(name.encode()) > LONGEST_NAME:
+        what = f"{name[:20] + '…'!r} cannot name a run directory: it has {len(name.encode())} bytes"
+        return Problem("name", what, f"use at most {LONGEST_NAME}; tracking.tags takes the rest")
+    return None
+
+
+def _name(config: RunConfig) -> Iterator[Problem]:
+    if problem := name_problem(config.name):
+        yield problem
 
 
 def _environments(config: RunConfig) -> Iterator[Problem]:
@@ -189,6 +210,7 @@ def _not_yet(path: str, why: NotYet) -> tuple[tuple[str, ...], Rule]:
 
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("name",), _name),
     (("model.name_or_path", "model.factory"), _model),
     (("environments",), _environments),
     (("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"), _sampling),

@@ -52,6 +52,8 @@ def train(
     """
     from posttrain.loop.run import train as run
 
+    if resume is not None and run_dir is not None:
+        raise ConfigError("a resumed run stays in its directory", fix="leave run_dir out", code="usage")
     call = {"model": model, "data": data, "reward": reward, "env": env, "experiment": experiment, "config": config}
     call = {key: value for key, value in call.items() if value is not None} | settings
     if loaded is None:

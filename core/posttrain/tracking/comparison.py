@@ -9,6 +9,7 @@ another one (an objective's own defaults) are left out.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ _FOLLOWED = ("default", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The runs of one setting. label: the keys that tell it apart, without the seed. curve: `(step, values of the runs)`."""
+    """The runs of one setting. label: the keys that tell it apart, without the seed.
+
+    curve: `(step, values of the runs)`.   without: the runs that have no such metric and count nowhere, as one that crashed.
+    """
 
     label: Mapping[str, Any]
     runs: tuple[Path, ...]
     seeds: tuple[int, ...]
     curve: tuple[tuple[int, tuple[float, ...]], ...]
+    without: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
@@ -93,12 +98,15 @@ def compare_runs(runs: Sequence[Path], metric: str = HELD_OUT) -> Comparison:
     rows = []
     for members in groups.values():
         first = configs[members[0]]
+        curves = {i: _curve(runs[i], metric) for i in members}
+        counted = [i for i in members if curves[i]] or members
         rows.append(
             Row(
                 {key: first.get(key, ABSENT) for key in keys if key != "seed"},
-                tuple(runs[i] for i in members),
-                tuple(configs[i].get("seed", 0) for i in members),
-                _curve([runs[i] for i in members], metric),
+                tuple(runs[i] for i in counted),
+                tuple(configs[i].get("seed", 0) for i in counted),
+                _common([curves[i] for i in counted]),
+                tuple(runs[i] for i in members if not curves[i]),
             )
         )
     if not any(row.curve for row in rows):
@@ -106,15 +114,17 @@ def compare_runs(runs: Sequence[Path], metric: str = HELD_OUT) -> Comparison:
     return Comparison(metric, tuple(keys), tuple(rows))
 
 
-def _curve(runs: Sequence[Path], metric: str) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """The metric at every step that all runs have."""
-    read = read_validation if metric.startswith("validation/") else read_metrics
-    curves = []
-    for run in runs:
-        try:
-            rows = read(run)
-        except FileNotFoundError:
-            rows = []
-        curves.append({row["step"]: float(row[metric]) for row in rows if isinstance(row.get(metric), int | float)})
-    common = [step for step in curves[0] if all(step in curve for curve in curves)]
-    return tuple((step, tuple(curve[step] for curve in curves)) for step in sorted(common))
+def _curve(run: Path, metric: str) -> dict[int, float]:
+    """The metric of a run by step; what is not finite is left out."""
+    try:
+        rows = read_validation(run) if metric.startswith("validation/") else read_metrics(run)
+    except FileNotFoundError:
+        return {}
+    values = ((row["step"], row.get(metric)) for row in rows)
+    return {step: float(value) for step, value in values if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def _common(curves: Sequence[Mapping[int, float]]) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """The values at every step that all curves have."""
+    steps = sorted(set(curves[0]).intersection(*curves))
+    return tuple((step, tuple(curve[step] for curve in curves)) for step in steps)

@@ -93,6 +93,17 @@ def _means(row: Row) -> list[float]:
     return [statistics.fmean(values) for _, values in row.curve]
 
 
+def check_drawing(out: Path) -> None:
+    """Raise ConfigError unless a drawing can be written to `out`: matplotlib, a suffix that it knows, a folder that is there."""
+    kinds = _figure(1.0, 1.0).canvas.get_supported_filetypes()
+    if (suffix := out.suffix.removeprefix(".").lower()) not in kinds:
+        cause = f"the suffix {suffix!r} is no format of a drawing" if suffix else "it has no suffix"
+        raise ConfigError(f"cannot draw into {out}", cause=cause, fix=f"name it {out.stem}.png", code="plot")
+    if not out.expanduser().parent.is_dir():
+        cause = f"there is no folder {out.parent}"
+        raise ConfigError(f"cannot draw into {out}", cause=cause, fix=f"mkdir -p {out.parent}", code="plot")
+
+
 def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure

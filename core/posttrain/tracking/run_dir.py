@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.config.layers import differing
+from posttrain.config.rules import name_problem
 from posttrain.errors import ConfigError, DataError
 from posttrain.tracking.files import write_text, writing
 from posttrain.tracking.lock import RunLock
@@ -104,12 +105,8 @@ class RunDir:
     @classmethod
     def create(cls, root: str | Path | None, name: str) -> RunDir:
         """Make a new directory `<root>/<name>-<time>`. Raises ConfigError when the root cannot be written."""
-        if not re.fullmatch(r"[\w.+=@-]+", name) or name.startswith("."):
-            raise ConfigError(
-                f"name={name!r} cannot name a run directory",
-                fix="use letters, digits and . _ - + = @ (a folder for all runs is --run)",
-                where="name",
-            )
+        if problem := name_problem(name):
+            raise ConfigError(f"name={problem.what}", fix=problem.fix, where="name")
         base = output_root(root)
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         try:
