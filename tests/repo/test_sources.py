@@ -70,3 +70,15 @@ def test_the_repository_speaks_of_the_project_alone(what: str) -> None:
             if FORBIDDEN[what].search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
     assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def forgotten(text: str) -> list[str]:
+    """Lines outside fences that are one upper-case word: the place of something that was to be filled in."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^[A-Z][A-Z_]{2,}$", prose, flags=re.MULTILINE)
+
+
+def test_no_page_has_a_placeholder_left() -> None:
+    assert forgotten("a\n\nTABLE\n\n```text\nGAPOUT\n```\n") == ["TABLE"]
+    pages = [path for path in tracked() if path.suffix == ".md"]
+    assert not {str(p.relative_to(ROOT)): found for p in pages if (found := forgotten(p.read_text(encoding="utf-8")))}
