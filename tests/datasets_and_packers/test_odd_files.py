@@ -15,7 +15,8 @@ import pytest
 from posttrain.data import row_check
 from posttrain.data.dataset import Source
 from posttrain.data.hub_data import _refusal
-from posttrain.data.locate import read_file
+from posttrain.data.locate import find_tables, read_file
+from posttrain.data.objects import tables_of
 from posttrain.data.records import JsonLines
 from posttrain.data.row_check import RowCheck
 from posttrain.data.tables import Spool, Stream
@@ -49,6 +50,41 @@ def test_json_and_json_lines_are_read_alike_and_strictly(value: str, words: str,
         assert document.message.startswith(f"{tmp_path}/x.json:2 ")
     (tmp_path / "good.json").write_text(f"[{good}]")
     assert list(read_file(tmp_path / "good.json")) == [{"a": "😀 \\ud800 1e30"}]
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("x.csv", "q;a\n1;2\n", "x.csv:1 has one column, 'q;a'"),
+    ("x.csv", "q\ta\n1\t2\n", "name the file"),
+    ("x.tsv", "q|a\n1|2\n", "separated by '|'"),
+    ("x.csv", "q,a\r1,2\r", "tr '\\r' '\\n' <"),
+    ("x.jsonl", '{"q": 1}\r{"q": 2}\r', "tr '\\r' '\\n' <"),
+])
+def test_other_delimiters_and_line_ends_are_named(name: str, text: str, words: str, tmp_path: Path) -> None:
+    assert words in str(refusal(tmp_path / name, text))
+
+
+def test_a_table_of_one_column_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("q\n1;2\n")
+    assert list(read_file(tmp_path / "x.csv")) == [{"q": "1;2"}]
+
+
+def test_a_device_and_a_list_of_names_are_no_data() -> None:
+    with pytest.raises(DataError, match="/dev/null is no regular file"):
+        find_tables("/dev/null")
+    with pytest.raises(DataError, match="is a list of files") as caught:
+        tables_of(["a.jsonl", "b.jsonl"], "data")
+    assert "glob" in caught.value.fix
+
+
+def test_a_folder_with_glob_characters_in_its_name_is_meant_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs[1]" / "deep").mkdir(parents=True)
+    (tmp_path / "runs[1]" / "deep" / "x.jsonl").write_text('{"q": 1}\n')
+    for text in (f"{tmp_path}/runs[1]/*/*.jsonl", f"{tmp_path}/runs[[]1]/**/x.jsonl"):
+        assert len(find_tables(text)["train"]) == 1  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    assert len(find_tables("runs[1]/**/*.jsonl")["train"]) == 1  # type: ignore[arg-type]
 
 
 def test_rows_of_a_stream_that_cannot_be_kept() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def test_json_lines_are_json_loads_line_by_line(data: st.DataObject, tmp_path: P
 @given(data=st.data())
 def test_csv_is_the_csv_module_with_line_numbers(data: st.DataObject, tmp_path: Path, chunk: None) -> None:
     kind = data.draw(st.sampled_from([Csv, Tsv]))
-    header = data.draw(st.lists(TEXT.filter(bool), min_size=1, max_size=3, unique=True))
+    names = TEXT.map(lambda text: re.sub(r"[;|\t]", " ", text)).filter(bool)  # one name "a;b" is refused: another delimiter
+    header = data.draw(st.lists(names, min_size=1, max_size=3, unique=True))
     rows = data.draw(st.lists(st.lists(TEXT, min_size=len(header), max_size=len(header)), max_size=6))
     buffer = io.StringIO(newline="")
     end = data.draw(st.sampled_from(["\n", "\r\n"]))

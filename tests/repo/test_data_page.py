@@ -68,6 +68,8 @@ CASES: list[Callable[[], object]] = [
     read({"my.csv": "question,answer\n1+1=,2\n1,000+1=,1001\n"}, data="my.csv"),
     read({"my.csv": 'question,answer\n"say "yes"",yes\n'}, data="my.csv"),
     read({"my.csv": "question,question\n1,2\n"}, data="my.csv"),
+    read({"my.csv": "question;answer\n1;2\n"}, data="my.csv"),
+    read({"my.jsonl": '{"question": "1+1= \\ud83d"}\n'}),
     read({"data/a.jsonl": Q, "data/a.csv": "question\n1\n"}, data="data"),
     read({"data/notes.md": "words"}, data="data"),
     read({"data/train.jsonl": Q, "data/more.jsonl": Q}, data="data"),

@@ -87,13 +87,16 @@ def files_by_split(text: str) -> dict[str, list[Path]]:
     text = shown(text)
     path = Path(text).expanduser()
     if set(text) & _GLOB and not path.exists():
-        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        found = sorted(Path(name) for name in glob.glob(_pattern(path), recursive=True) if Path(name).is_file())
         root = Path(os.path.commonpath([f.parent for f in found])) if found else path
     elif path.is_dir():
         found = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file() and not _hidden(f.relative_to(path)))
         root = path
     elif path.is_file():
         return {"train": [path]}
+    elif path.exists():
+        raise DataError(f"{text} is no regular file", cause="it is a device, a pipe or a socket, which is read but once",
+                        fix="write the rows into a file, or name a generator: module:function", code="unreadable-file")
     else:
         raise _absent(text, path)
     if not found:
@@ -104,6 +107,12 @@ def files_by_split(text: str) -> dict[str, list[Path]]:
         )
     _one_kind(text, found)
     return _split_by_name(text, root, found)
+
+
+def _pattern(path: Path) -> str:
+    """The glob of a path, with the folders that are there taken as they are written: `runs[1]/*.jsonl`."""
+    folder = next((p for p in path.parents if p.exists()), Path())
+    return os.path.join(glob.escape(str(folder)), path.relative_to(folder))
 
 
 def read_files(files: Sequence[Path]) -> Table:

@@ -28,12 +28,17 @@ def tables_of(made: Any, source: str) -> dict[str, Table | Stream]:
 
 def table_of(made: Any, source: str) -> Table | Stream:
     """One dataset object as a table, or as a stream when it can only be iterated."""
+    from posttrain.data.locate import SUFFIXES
+
     if hasattr(made, "iloc") and hasattr(made, "columns"):
         import datasets
 
         made = datasets.Dataset.from_pandas(made, preserve_index=False)
     if isinstance(made, (str, bytes, Mapping)) or made is None:
         raise _no_dataset(made, source)
+    if isinstance(made, (list, tuple)) and made and all(isinstance(row, str) and row.endswith(SUFFIXES) for row in made):
+        raise DataError(f"{source} is a list of files, not of rows", cause=f"it begins with {made[0]!r:.80}", code="no-dataset",
+                        fix="name several files by a folder or a glob: data='data/*.jsonl'; rows are dicts")
     if hasattr(made, "__len__") and hasattr(made, "__getitem__"):
         return Listed(made, source)
     if isinstance(made, Iterable):

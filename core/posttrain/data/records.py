@@ -186,6 +186,11 @@ def read_csv(path: str, delimiter: str, file: BinaryIO) -> Iterator[tuple[int, i
     for start, line, values in _csv_records(path, delimiter, file):
         if not header:
             header = values
+            if len(header) == 1 and (other := next((c for c in _OTHERS if c != delimiter and _names_split(header[0], c)), "")):
+                fix = f"write the file with {delimiter!r} between the values, or rename the column"
+                fix = fix if other != "\t" else f"name the file {Path(path).with_suffix('.tsv')}"
+                cause = f"its names are separated by {other!r}, and those of a {Path(path).suffix} file by {delimiter!r}"
+                raise DataError(f"{path}:{line} has one column, {_short(header[0])}", cause=cause, fix=fix, code="csv-header")
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice or "" in header:
                 raise DataError(
@@ -202,6 +207,14 @@ def read_csv(path: str, delimiter: str, file: BinaryIO) -> Iterator[tuple[int, i
             )
         else:
             yield start, line, dict(zip(header, values, strict=True))
+
+
+_OTHERS = ";\t|"
+
+
+def _names_split(text: str, delimiter: str) -> bool:
+    """Whether a text is several names with the delimiter between them."""
+    return delimiter in text and all(name.strip() for name in text.split(delimiter))
 
 
 def _csv_records(path: str, delimiter: str, file: BinaryIO) -> Iterator[tuple[int, int, list[str]]]:
@@ -221,10 +234,10 @@ def _csv_records(path: str, delimiter: str, file: BinaryIO) -> Iterator[tuple[in
                 yield before[0], before[1] + 1, values
             before = position, line
     except csv.Error as exc:
-        raise DataError(
-            f"{path}:{line} is not CSV", cause=str(exc), fix='write a quote inside a quoted value twice: "say ""yes"""',
-            code="broken-line",
-        ) from exc
+        returns = "new-line character" in str(exc)
+        cause = "its lines end in carriage returns alone" if returns else str(exc)
+        fix = _new_line_ends(path) if returns else 'write a quote inside a quoted value twice: "say ""yes"""'
+        raise DataError(f"{path}:{line} is not CSV", cause=cause, fix=fix, code="broken-line") from exc
 
 
 def read_lines(path: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
