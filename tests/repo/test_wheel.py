@@ -64,7 +64,8 @@ def test_it_holds_the_six_packages_and_no_tests(wheel: Path) -> None:
 def test_it_holds_every_module_of_the_sources(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
-    sources = {str(p.relative_to(ROOT / r)) for r in roots for kind in ("*.py", "*.jsonl", "*.tmpl") for p in (ROOT / r).rglob(kind)}
+    kinds = ("*.py", "*.jsonl", "*.tmpl")
+    sources = {str(p.relative_to(ROOT / r)) for r in roots for kind in kinds for p in (ROOT / r).rglob(kind)}
     assert sources - packed == set()
 
 

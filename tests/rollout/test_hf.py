@@ -326,3 +326,12 @@ def test_a_closed_engine_starts_anew_without_weights(tmp_path: Path) -> None:
         assert {c.versions[0] for c in await collect(engine, ask("r"))} == {4}
 
     on_engine(tmp_path, work)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_goes_by_the_name_that_this_transformers_has(name: str) -> None:
+    from posttrain.rollout.kv_cache import cache_argument
+
+    scope: dict[str, Any] = {}
+    exec(f"class Model:\n    def forward(self, input_ids, {name}=None): ...", scope)
+    assert cache_argument(scope["Model"]()) == name

@@ -20,6 +20,7 @@ from posttrain.config.schema import ModelConfig
 from posttrain.errors import ConfigError, EngineStartError
 from posttrain.plugins.resolution import import_target, target_of
 from posttrain.tracking.run_dir import models_root
+from posttrain.tracking.text import near
 
 
 def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = print) -> str:
@@ -28,9 +29,9 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
         return config.name_or_path
     build, out = _factory(config, root)
     if (out / "config.json").is_file():
-        say(f"model: {out} (made by {config.factory} in an earlier run)")
+        say(f"model: {near(out)} (made by {config.factory} in an earlier run)")
         return str(out)
-    say(f"model: making {out} with {config.factory}")
+    say(f"model: making {near(out)} with {config.factory}")
     aside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

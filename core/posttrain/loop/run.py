@@ -17,6 +17,7 @@ from posttrain.loop.result import RunResult as RunResult
 from posttrain.loop.resume import check_changes
 from posttrain.rollout.event_loop import run_to_end
 from posttrain.tracking.run_dir import RunDir, saved_config
+from posttrain.tracking.text import near
 from posttrain.tracking.tracker import Tracker, cut_after
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
                 tracker.note(line)
             done = 0
             if found is None or found.step < config.rl.steps:
-                tracker.note(f"run: {directory.path}")
+                tracker.note(f"run: {near(directory.path)}")
                 parts = build(config, directory, tracker)
                 directory.write_fingerprints(parts.fingerprints)
                 done = run_to_end(_run(parts, found, loaded.tree))

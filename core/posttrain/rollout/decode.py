@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from posttrain.rollout.kv_cache import new_cache, select_rows
+from posttrain.rollout.kv_cache import cache_argument, new_cache, select_rows
 from posttrain.rollout.sampling import draw, is_stop, processed_logprobs
 from posttrain.types import Completion, FinishReason, Sampling
 
@@ -64,6 +64,7 @@ class Wave:
         self, model: Any, prompts: Sequence[Sequence[int]], slots: Sequence[Slot], sampling: Sampling, stop_ids: Sequence[int]
     ) -> None:
         self.model, self.sampling = model, sampling
+        self.cache_argument = cache_argument(model)
         self.stop_ids = () if sampling.ignore_eos else tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids)))
         self.slots = list(slots)
         self.room = max(slot.budget for slot in slots)
@@ -149,8 +150,8 @@ class Wave:
             input_ids=self.ids[:, column : column + 1],
             attention_mask=self.valid[:, None, None, : column + 1],
             position_ids=self.next_position,
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.cache_argument: self.cache},
         ).logits[:, -1]
         self.next_position = self.next_position + 1
 
@@ -161,8 +162,8 @@ class Wave:
             input_ids=ids,
             attention_mask=causal_mask(valid),
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_argument: cache},
         )
         return cache, out.logits[:, -1]

@@ -7,6 +7,7 @@ cost more than the arithmetic on a CPU. `attend` is registered with transformers
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ class FixedLayer(DynamicLayer):
 def new_cache(layers: int, capacity: int) -> Cache:
     """An empty cache for `layers` layers and `capacity` columns."""
     return Cache(layers=[FixedLayer(capacity) for _ in range(layers)])
+
+
+def cache_argument(model: Any) -> str:
+    """What the model's forward calls its cache: `cache` where transformers has it (5.20 on), `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def select_rows(cache: Cache, rows: torch.Tensor) -> None:

@@ -70,7 +70,10 @@ _define(
     ("reward/max", "reward", "Largest of the same."),
     ("reward/<part>", "reward", "Mean of one named part of the reward, over the trajectories that have it."),
     ("rollout/unscorable_count", "trajectories", "Trajectories without a usable reward: in no baseline, and not trained."),
-    ("rollout/unscorable/<cause>", "trajectories", "By cause: raised, timeout, not_finite, none, wrong_type; of pairs identical, empty, too_long."),
+    (
+        "rollout/unscorable/<cause>", "trajectories",
+        "By cause: raised, timeout, not_finite, none, wrong_type; of pairs identical, empty, too_long.",
+    ),
 )
 _define(
     "Groups", "loop",

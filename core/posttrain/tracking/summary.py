@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.tracking.metric_names import HELD_OUT, SCORES, Score, score_of
 from posttrain.tracking.metrics import read_metrics, read_validation
-from posttrain.tracking.text import duration, number
+from posttrain.tracking.text import duration, near, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Summary:
             shares = " · ".join(f"{name} {value / total:.0%}" for name, value in split.items())
             speed = f" · {number(self.generated_tokens / total)} tokens/s" if self.generated_tokens else ""
             out.append(f"  time              {shares}{speed}")
-        out += [f"  run               {self.run}", f"  look at samples   posttrain show {self.run}"]
+        out += [f"  run               {near(self.run)}", f"  look at samples   posttrain show {near(self.run)}"]
         return out
 
 
