@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError, PosttrainError
 from posttrain.plugins.discovery import PluginInfo, discover
+from posttrain.plugins.functions import absolute
 from posttrain.plugins.kinds import KINDS
 from posttrain.plugins.problems import nearest
 
@@ -75,7 +76,7 @@ def _find(name: str | None, kind: str | None) -> tuple[str, str]:
         raise ConfigError("plugins check needs the name of one plug-in", cause=f"of {kinds_with}", fix="posttrain plugins list",
                           code="usage")  # fmt: skip
     if kind and (":" in name or "." in name):
-        return kind, name
+        return kind, absolute(name)
     known = [info for k in kinds for info in discover(k)]
     found = sorted({info.kind for info in known if name in (info.name, info.full_name)})
     if len(found) > 1:
@@ -118,8 +119,8 @@ def run_suite(source: str) -> Verdict:
     import pytest
 
     verdict = Verdict()
-    with tempfile.TemporaryDirectory(prefix="posttrain-check-") as folder:
-        file = Path(folder) / "test_plugin.py"
+    with tempfile.TemporaryDirectory(prefix="posttrain_check_") as folder:
+        file = Path(folder) / f"test_{Path(folder).name}.py"  # another module each time that this process checks something
         file.write_text(source, encoding="utf-8")
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         plain = ["-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini"]

@@ -39,15 +39,14 @@ look
   posttrain diff A B                                what tells two runs apart, and what they came to
   posttrain compare RUN ... [--plot OUT.png]        one line for each setting of a sweep
   posttrain experiments list                        what experiment= can name
-  posttrain plugins list [--json]                   algorithms, environments, packers, engines, transports, hooks
-  posttrain plugins doctor [NAME]                   import each plug-in and say what is wrong with it
 
-write
-  posttrain new env|algorithm|datapacker|hook NAME  a plug-in package to begin with, with its tests
-  posttrain plugins check NAME [KEY=VALUE ...]      the laws of its kind, run on an installed plug-in
+plug-ins
+  posttrain plugins list [--json]                   what is installed, of which state, with its options
+  posttrain plugins doctor [NAME]                   import each and say what is wrong with it
+  posttrain plugins check NAME [KEY=VALUE ...]      run the laws of its kind on one
+  posttrain new env|algorithm|datapacker|hook NAME  a package to begin with, and its tests
 
-everywhere
-  --help, --version, --traceback                    (--traceback shows where an error came from)
+everywhere: --help, --version, --traceback (shows where an error came from)
 
 exit codes: 0 done, 1 unexpected, 2 configuration or plug-in, 3 data, 4 engine or model start,
             5 run aborted, 75 worth resuming, 130 Ctrl-C, 143 SIGTERM

@@ -41,7 +41,7 @@ DRAFTS = {
     "env": Draft("envs", "Env", "'environments=[{name: $name}]'"),
     "algorithm": Draft("algorithms", "Algorithm", "rl.objective.name=$name"),
     "datapacker": Draft("datapackers", "DataPacker", "rl.data.packer=$name"),
-    "hook": Draft("hooks", "Hook", "'hooks=[{name: $name}]'"),
+    "hook": Draft("hooks", "Hook", "'hooks=[$name]'"),
 }
 
 
@@ -93,6 +93,7 @@ def files(draft: str, module: str) -> dict[str, str]:
     sources = {
         "pyproject.toml": "pyproject.toml",
         "README.md": "README.md",
+        ".gitignore": "gitignore",
         f"src/{module}/__init__.py": "init.py",
         f"src/{module}/{draft}.py": f"{draft}.py",
         f"tests/test_{draft}.py": f"test_{draft}.py",
@@ -120,11 +121,14 @@ def check_name(name: str) -> None:
         )
     module = name.replace("-", "_")
     if taken := _taken(module):
-        raise ConfigError(f"the name {name!r} is taken: {taken}", fix=f"for example my-{name}", code="plugin-name")
+        raise ConfigError(f"the name {name!r} is taken: {taken}", fix=f"for example {name}-rl", code="plugin-name")
 
 
 def _taken(module: str) -> str:
-    """What has this name already, so that a package of the same name would hide it or be hidden; "" for nothing."""
+    """What has this name already, so that a package of the same name would hide it or be hidden; "" for nothing.
+
+    A file of the current folder is no obstacle: it may be what somebody makes a package of.
+    """
     if keyword.iskeyword(module):
         return "it is a word of Python"
     if module in sys.stdlib_module_names:
@@ -132,5 +136,8 @@ def _taken(module: str) -> str:
     try:
         owner = metadata.distribution(module.replace("_", "-"))
     except metadata.PackageNotFoundError:
-        return f"a module {module!r} can be imported here" if importlib.util.find_spec(module) else ""
+        found = importlib.util.find_spec(module)
+        here = (Path.cwd(), Path.cwd() / module)
+        elsewhere = found is not None and found.origin is not None and Path(found.origin).parent not in here
+        return f"a module {module!r} can be imported here" if elsewhere else ""
     return f"{owner.name} {owner.version} is installed, and pip would replace it"
