@@ -82,14 +82,16 @@ def as_text(comparison: Comparison) -> str:
 
 def as_json(comparison: Comparison) -> dict[str, object]:
     """Everything of a comparison."""
+    from posttrain.tracking.text import near
+
     return {
         "metric": comparison.metric,
         "rows": [
             {
                 "label": {key: value for key, value in row.label.items()},
                 "seeds": list(row.seeds),
-                "runs": [str(run) for run in row.runs],
-                "without": [str(run) for run in row.without],
+                "runs": [near(run) for run in row.runs],
+                "without": [near(run) for run in row.without],
                 "steps": [step for step, _ in row.curve],
                 "values": [list(values) for _, values in row.curve],
             }

@@ -81,8 +81,9 @@ def _highlight(panel: Any, row: Row) -> None:
     panel.plot(steps, means, color="tab:blue", linewidth=2.0)
     panel.plot(steps[-1:], means[-1:], "o", color="tab:blue", markersize=4)
     panel.annotate(
-        f"{means[-1]:.2f}", (steps[-1], means[-1]), xytext=(0, -7), textcoords="offset points", ha="right", va="top", fontsize=8
-    )
+        f"{means[-1]:.2f}", (steps[-1], means[-1]), xytext=(0, -7), textcoords="offset points", ha="right", va="top", fontsize=8,
+        bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8},
+    )  # fmt: skip
     panel.set_title(row.name, fontsize=9, loc="left", fontweight="bold")
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)
