@@ -85,17 +85,20 @@ def test_rows_made_on_demand_are_not_all_made() -> None:
     assert made == set(range(50))
 
 
-def test_the_run_waits_for_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_waits_for_no_check() -> None:
     """Draws are made while the rest is still looked at."""
     gate = threading.Event()
 
     class Slow(list[Any]):
         def __iter__(self) -> Any:
-            gate.wait(30)
-            return super().__iter__()
+            for position, row in enumerate(super().__iter__()):
+                if position == 60:
+                    gate.wait(30)
+                yield row
 
     sampler = PromptSampler([Source("e", Slow({"id": i} for i in range(200)))], seed=0)
     checks = sampler.watch()
     assert len(sampler.draw(200)) == 200
+    assert checks[0]._thread is not None and checks[0]._thread.is_alive()
     gate.set()
     checks[0].wait()
