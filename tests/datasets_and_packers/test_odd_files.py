@@ -44,10 +44,10 @@ def test_json_and_json_lines_are_read_alike_and_strictly(value: str, words: str,
     good = '{"a": "\\ud83d\\ude00 \\\\ud800 1e30"}'
     lines = refusal(tmp_path / "x.jsonl", f"{good}\n{value}\n")
     assert words in str(lines) and lines.message.startswith(f"{tmp_path}/x.jsonl:2 ")
-    document = refusal(tmp_path / "x.json", f"[{good},\n{value}]")
-    assert words in str(document) and document.message.startswith(f"{tmp_path}/x.json:")
-    if "surrogate" in words:
-        assert document.message.startswith(f"{tmp_path}/x.json:2 ")
+    rows = f'{{"rows": [\n{good},\n\n\n\n\n{value},\n{good}\n]}}'
+    for line, text in ((1, f"[{value}]"), (2, f"[{good},\n{value}]"), (7, rows)):
+        document = refusal(tmp_path / "x.json", text)
+        assert words in str(document) and document.message.startswith(f"{tmp_path}/x.json:{line} ")
     (tmp_path / "good.json").write_text(f"[{good}]")
     assert list(read_file(tmp_path / "good.json")) == [{"a": "😀 \\ud800 1e30"}]
 

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -268,7 +269,7 @@ def parse_json(text: str, path: str, line: int, fix: str = "correct the file") -
     Raises DataError with the line: not JSON, a key twice, no finite number, nested too deep, half of a surrogate pair.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+        value = _loads(text)
     except json.JSONDecodeError as exc:
         at = exc.pos
         line += text.rstrip().count("\n", 0, at)
@@ -277,8 +278,10 @@ def parse_json(text: str, path: str, line: int, fix: str = "correct the file") -
             cause, fix = "its lines end in carriage returns alone", _new_line_ends(path)
         raise DataError(f"{path}:{line} is not JSON", cause=cause, fix=fix, code="broken-line") from exc
     except ValueError as exc:
+        line += _lines_before_refusal(text)
         raise DataError(f"{path}:{line} is not JSON", cause=str(exc), fix=fix, code="broken-line") from exc
     except RecursionError as exc:
+        line += _lines_before_refusal(text)
         raise DataError(f"{path}:{line} is nested too deep to be read", cause="lists or objects in each other, about a thousand",
                         fix="write the inner part as a text", code="broken-line") from exc
     if half := next((found for found in _ESCAPES.finditer(text) if found[1]), None) if "\\u" in text else None:
@@ -288,6 +291,26 @@ def parse_json(text: str, path: str, line: int, fix: str = "correct the file") -
             fix="write the pair (an emoji is \\ud83d\\ude00) or the character itself, or remove it",
         )
     return value
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+
+
+def _lines_before_refusal(text: str) -> int:
+    """How many lines stand before the refused one. The parser tells no place; the fewest lines that it refuses do."""
+    lines = text.split("\n")
+
+    def refused(count: int) -> bool:
+        try:
+            _loads("\n".join(lines[:count]))
+        except json.JSONDecodeError:  # it only ends too early
+            return False
+        except (ValueError, RecursionError):
+            return True
+        return False
+
+    return bisect_left(range(1, len(lines)), True, key=refused)
 
 
 _ESCAPES = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.")  # a group: half of a pair
@@ -321,7 +344,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice in one object")
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice in the object that ends here")
     return made
 
 
