@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,6 +149,16 @@ def test_config_and_overrides_are_written_as_given(tmp_path: Path) -> None:
         run.write_config({"rl": {"steps": 3, "π": "é"}}, ["rl.steps=3", "+name='a=b'"])
     assert yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8")) == {"rl": {"steps": 3, "π": "é"}}
     assert (run.path / "overrides.txt").read_text() == "rl.steps=3\n+name='a=b'\n"
+
+
+def test_a_resume_adds_to_what_was_typed(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, "demo") as run:
+        run.write_config({"rl": {"steps": 3}}, ["rl.steps=3"])
+    for overrides in (["rl.steps=5"], []):
+        with RunDir.open(run.path) as again:
+            again.write_config({"rl": {"steps": 5}}, overrides)
+    when = r"# resumed \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n"
+    assert re.fullmatch(rf"rl\.steps=3\n{when}rl\.steps=5\n{when}", (run.path / "overrides.txt").read_text())
 
 
 def test_provenance_has_versions_plugins_and_machine_but_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

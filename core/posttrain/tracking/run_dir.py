@@ -150,18 +150,22 @@ class RunDir:
     ) -> None:
         """Write the resolved config as YAML, the overrides exactly as typed, one a line, and the origin of each value.
 
-        A run that is resumed keeps its origins; keys that the resume changed are of the resume's command line.
+        A run that is resumed keeps its origins; keys that the resume changed are of the resume's command line. What was typed
+        then goes below what was typed before, under the time.
         """
         import yaml
 
-        recorded = self.path / "origins.json"
-        if origins is not None and not (self.path / "config.yaml").exists():
+        recorded, resumed = self.path / "origins.json", (self.path / "config.yaml").exists()
+        if origins is not None and not resumed:
             self._write_json(recorded, origins)
         elif (earlier := saved_json(recorded)) is not None:
             changed = differing(saved_config(self.path), tree)
             self._write_json(recorded, earlier | dict.fromkeys(changed, RESUMED))
         write_text(self.path / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True))
-        write_text(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides))
+        typed = self.path / "overrides.txt"
+        before = typed.read_text(encoding="utf-8") if typed.exists() else ""
+        heading = time.strftime("# resumed %Y-%m-%d %H:%M:%S\n") if resumed else ""
+        write_text(typed, before + heading + "".join(f"{o}\n" for o in overrides))
 
     def write_provenance(self, *, tags: Mapping[str, str] | None = None, threads: int | None = None) -> None:
         """Write provenance.json, once per start: a resumed run keeps the earlier ones in its list."""
