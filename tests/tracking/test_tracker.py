@@ -112,12 +112,16 @@ def test_rollouts_every_thins_the_files_but_keeps_first_and_last(run: RunDir, gr
     assert rollout_steps(run.path) == [1, 3, 6, 7]
 
 
-def test_a_zero_before_step_1_is_said_with_advice_that_fits(run: RunDir) -> None:
+@pytest.mark.parametrize(("sampled", "said"), [(0.0, 1), (0.25, 0)])
+def test_a_zero_before_step_1_and_in_it_is_said_with_advice_that_fits(run: RunDir, sampled: float, said: int) -> None:
+    """A model whose likeliest answers are wrong and that is right when it samples learns: no advice."""
     out = console()
-    with Tracker(run, TrackingConfig(), 1, console=out) as tracker:
+    with Tracker(run, TrackingConfig(), 2, console=out) as tracker:
         tracker.validation(0, {"validation/reward/mean": 0.0, "validation/truncated_share": 0.9})
+        tracker.step(1, {"reward/mean": sampled})
         tracker.validation(1, {"validation/reward/mean": 0.0})
-    assert text(out).count("scores 0 on every held-out prompt") == 1 and "rollout.max_tokens" in text(out)
+        tracker.step(2, {"reward/mean": 0.0})
+    assert text(out).count("scores 0 on every held-out prompt") == said == text(out).count("rollout.max_tokens")
 
 
 def test_role_logs_split_by_logger_and_go_nowhere_else(

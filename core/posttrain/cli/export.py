@@ -36,9 +36,10 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from posttrain.loop.export import export
     from posttrain.loop.run import quiet_libraries
+    from posttrain.tracking.text import near
 
     quiet_libraries()
     out = export(args.run, args.out, step=args.step, dtype=args.dtype)
     size = sum(file.stat().st_size for file in out.iterdir() if file.is_file())
-    print(f"exported to {out} ({size / 2**20:,.1f} MiB)")
+    print(f"exported to {near(out)} ({size / 2**20:,.1f} MiB)")
     return EXIT_OK

@@ -66,7 +66,7 @@ async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[
     try:
         state = LoopState() if found is None else parts.load(found)
         if found is not None:
-            parts.tracker.note(f"resumed from {found.path} after step {found.step}")
+            parts.tracker.note(f"resumed from {near(found.path)} after step {found.step}")
         path, step, steps = parts.run_dir.path, state.step, parts.config.rl.steps
         async with parts.hooks.running(parts.tracker, path=path, config=tree, step=step, steps=steps):
             await parts.start()

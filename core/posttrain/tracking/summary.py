@@ -78,19 +78,22 @@ def summarise(run: Path, total_steps: int, outcome: str = "Done") -> Summary:
     )
 
 
-def zero_start_advice(metrics: Mapping[str, Any]) -> str | None:
-    """What to say when the model scores nothing before step 1; None when it scores something."""
-    score = metrics.get(HELD_OUT)
-    if score is None or score > 0:
+def zero_start_advice(held_out: Mapping[str, Any], first_step: Mapping[str, Any]) -> str | None:
+    """What to say when neither the validation before step 1 nor step 1 itself scores anything; else None.
+
+    Validation takes the likeliest answers: a model that is wrong there may be right often enough when it samples.
+    """
+    scores = held_out.get(HELD_OUT), first_step.get("reward/mean")
+    if any(score is None or score > 0 for score in scores):
         return None
-    cut = metrics.get("validation/truncated_share", 0.0)
+    cut = held_out.get("validation/truncated_share", 0.0)
     if cut > 0.5:
         hint = f"{cut:.0%} of the answers were cut off: raise rollout.max_tokens (and rollout.max_model_len) first"
     else:
         hint = "look at what it answers (posttrain show), check the prompt and the answer format, or take an easier task"
     return (
-        "The model scores 0 on every held-out prompt before training. RL can only strengthen what the model does at least "
-        f"sometimes, so this run may learn nothing: {hint}."
+        "The model scores 0 on every held-out prompt before training. Nor did it score in step 1, and RL can only strengthen "
+        f"what the model does at least sometimes, so this run may learn nothing: {hint}."
     )
 
 

@@ -53,6 +53,7 @@ class Tracker:
         self._metrics = MetricsWriter(run_dir.metrics)
         self._validation = MetricsWriter(run_dir.validation)
         self._logs = RoleLogs(run_dir.logs)
+        self._before: Mapping[str, Any] = {}  # the validation before step 1
         self._closed = False
 
     def start(self) -> None:
@@ -90,15 +91,17 @@ class Tracker:
         if groups and every and (step % every == 0 or step in (1, self.total_steps)):
             write_rollouts(self.run_dir.rollouts, step, groups, advantages=advantages, decode=self.decode)
         self.display.step(step, metrics, self._sample(groups, advantages or {}))
+        if step == 1 and (advice := zero_start_advice(self._before, metrics)):
+            self.note(advice)
 
     def validation(self, step: int, metrics: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Record a held-out validation after batch step `step` (0: before the first); a zero there is said, with advice."""
+        """Record a held-out validation after batch step `step` (0: before the first)."""
         self._validation.write(step, metrics)
         if groups and self.config.rollouts_every:
             write_rollouts(self.run_dir.rollouts, step, groups, decode=self.decode, kind="validation")
         self.display.validation(step, metrics)
-        if step == 0 and (advice := zero_start_advice(metrics)):
-            self.note(advice)
+        if step == 0:
+            self._before = metrics
 
     def finish(self, outcome: str = "Done") -> Summary:
         """Stop the display, print the summary and return it."""
