@@ -41,6 +41,14 @@ def test_one_aligned_table(two, capsys) -> None:
     assert "x" * 39 + "…" in out and "hush" not in out and "other values agree" in out
 
 
+def test_paths_are_shown_from_the_current_folder(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [run_of(tmp_path, f"{name}-run", f"model.name_or_path={tmp_path}/{name}") for name in ("a", "b")]
+    assert main(["diff", *runs]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model.name_or_path"))
+    assert row.split()[1::3] == ["a", "b"]
+
+
 def test_json_has_whole_values_and_origins(two, capsys) -> None:
     assert main(["diff", *two, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

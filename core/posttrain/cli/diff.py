@@ -99,8 +99,10 @@ def _sides(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _cell(value: Any) -> str:
-    """A value as YAML would have it, cut."""
-    text = value if isinstance(value, str) else repr(value) if value.__class__.__name__ == "_Absent" else json.dumps(value)
+    """A value as YAML would have it, cut; paths from the current folder."""
+    from posttrain.tracking.text import near
+
+    text = near(value) if isinstance(value, str) else repr(value) if value.__class__.__name__ == "_Absent" else json.dumps(value)
     text = " ".join(text.split()) if text.strip() else repr(text)
     return text if len(text) <= WIDEST else f"{text[: WIDEST - 1]}…"
 
