@@ -106,7 +106,7 @@ def test_shards_that_leave_a_hole_or_overlap_are_refused(shards, words):
 def test_check_finds_a_piece_that_goes_to_the_wrong_place():
     plan = plan_buckets([ParameterSpec("w", "float32", (4,))])
     bucket = plan.buckets[0]
-    moved = dataclasses.replace(bucket, pieces=(dataclasses.replace(bucket.pieces[0], target=4),))
+    moved = dataclasses.replace(bucket, pieces=(bucket.pieces[0]._replace(target=4),))
     stray = dataclasses.replace(bucket, pieces=(*bucket.pieces, Piece("ghost", 0, 1, 0, 0, 4)))
     with pytest.raises(WeightSyncError, match="go to the wrong place"):
         dataclasses.replace(plan, buckets=(moved,)).check()

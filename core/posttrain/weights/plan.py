@@ -10,14 +10,13 @@ piece; `BucketPlan.check` proves it, `coverage_problems` compares a plan with th
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.errors import WeightSyncError
 
@@ -55,8 +54,7 @@ Shards = Callable[[ParameterSpec], Sequence[tuple[int, int, int]]]
 """Who holds a parameter: `(policy rank, first element, last element + 1)` of its flattened elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements `[start, stop)` of one parameter: `nbytes` at `source` in its rank's slot go to `target` in staging."""
 
     name: str
@@ -97,22 +95,38 @@ class BucketPlan:
     @cached_property
     def digest(self) -> str:
         """Names this plan: equal digests mean equal plans."""
-        return blake2b(json.dumps(self.to_dict(), sort_keys=True).encode(), digest_size=16).hexdigest()
+        name = blake2b(digest_size=16)
+        name.update(repr((self.parameters, self.offsets, self.bucket_bytes)).encode())
+        for bucket in self.buckets:  # one at a time: plans of large models have millions of pieces
+            name.update(repr((bucket.index, bucket.rank, [tuple(piece) for piece in bucket.pieces])).encode())
+        return name.hexdigest()
 
     def slot_bytes(self, rank: int) -> int:
         """Size of the slot that policy rank `rank` publishes from."""
-        ends = [p.source + p.nbytes for b in self.buckets if b.rank == rank for p in b.pieces]
-        return max(ends, default=0)
+        return self._slots.get(rank, 0)
+
+    @cached_property
+    def _slots(self) -> dict[int, int]:
+        ends: dict[int, int] = {}
+        for bucket in self.buckets:
+            ends[bucket.rank] = max(ends.get(bucket.rank, 0), *(piece.source + piece.nbytes for piece in bucket.pieces))
+        return ends
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data for the wire: pieces are tuples of their fields."""
+        return {
+            "parameters": [(p.name, p.dtype, p.shape) for p in self.parameters],
+            "offsets": self.offsets,
+            "buckets": [(b.index, b.rank, [tuple(piece) for piece in b.pieces]) for b in self.buckets],
+            "bucket_bytes": self.bucket_bytes,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BucketPlan:
         return cls(
-            parameters=tuple(ParameterSpec(p["name"], p["dtype"], tuple(p["shape"])) for p in data["parameters"]),
+            parameters=tuple(ParameterSpec(name, dtype, tuple(shape)) for name, dtype, shape in data["parameters"]),
             offsets=tuple(data["offsets"]),
-            buckets=tuple(Bucket(b["index"], b["rank"], tuple(Piece(**p) for p in b["pieces"])) for b in data["buckets"]),
+            buckets=tuple(Bucket(index, rank, tuple(Piece(*p) for p in pieces)) for index, rank, pieces in data["buckets"]),
             bucket_bytes=data["bucket_bytes"],
         )
 
@@ -139,10 +153,11 @@ def plan_buckets(
     pieces: dict[int, list[Piece]] = defaultdict(list)
     slots: dict[int, int] = defaultdict(int)
     for spec, offset in zip(specs, offsets, strict=True):
+        name, size = spec.name, spec.itemsize
         for rank, start, stop in shards(spec) if shards else ((0, 0, spec.numel),):
-            nbytes = (stop - start) * spec.itemsize
-            pieces[rank].append(Piece(spec.name, start, stop, slots[rank], offset + start * spec.itemsize, nbytes))
-            slots[rank] = _align(slots[rank] + nbytes)
+            source, nbytes = slots[rank], (stop - start) * size
+            pieces[rank].append(Piece(name, start, stop, source, offset + start * size, nbytes))
+            slots[rank] = _align(source + nbytes)
     plan = BucketPlan(specs, tuple(offsets), tuple(_cut(pieces, {s.name: s.itemsize for s in specs}, bucket_bytes)), bucket_bytes)
     plan.check()
     return plan
@@ -224,12 +239,12 @@ def _cover_problems(plan: BucketPlan) -> list[str]:
         for piece in bucket.pieces:
             ranges[piece.name].append(piece)
     for spec, offset in zip(plan.parameters, plan.offsets, strict=True):
-        at = 0
+        at, size = 0, spec.itemsize
         for piece in sorted(ranges.pop(spec.name, []), key=lambda p: (p.start, p.stop)):
             if piece.start != at:
                 low, high = sorted((at, piece.start))
                 problems.append(f"{spec.name}: elements [{low}, {high}) are moved {'never' if piece.start > at else 'twice'}")
-            place = (offset + piece.start * spec.itemsize, (piece.stop - piece.start) * spec.itemsize)
+            place = (offset + piece.start * size, (piece.stop - piece.start) * size)
             if (piece.target, piece.nbytes) != place:
                 problems.append(f"{spec.name}: elements [{piece.start}, {piece.stop}) go to the wrong place")
             at = max(at, piece.stop)
