@@ -87,6 +87,14 @@ class ConfigError(PosttrainError, ValueError):
     problems: Sequence[object] = ()
 
 
+class SharedRootError(ConfigError):
+    """A node does not see the folder for runs as the driver does. `path`: the folder; `nodes`: who does not see it."""
+
+    code = "shared_root"
+    path: str = ""
+    nodes: Sequence[str] = ()
+
+
 class MissingConfigException(ConfigError):
     """`experiment=` names something that is not in an importable catalog (E15)."""
 
@@ -290,6 +298,13 @@ CATALOGUE: dict[str, Entry] = {
         "the body's epoch went backwards: two bodies on one worker, or a body replaced without rebuilding the engine",
         "one body per engine; rebuild_engine()",
         f"{_TROUBLE}#begin_weight_update--finish_weight_update-refused-a-stream-and-the-lane-is-invalidated",
+    ),
+    "misfit": Entry(
+        ConfigError,
+        "the selected parts do not fit together: {needs} not met",
+        "{table}",
+        "do what stands under each line; posttrain plugins list NAME tells what a plug-in needs and provides",
+        f"{_TROUBLE}#the-selected-parts-do-not-fit-together",
     ),
 }
 
