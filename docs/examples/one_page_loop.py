@@ -57,7 +57,7 @@ async def main(steps: int, folder: Path | None = None) -> list[float]:
     engine = posttrain.load("engines", "hf", spec=spec)
     await engine.start()
     config = posttrain.config.schema.WeightsConfig()
-    plane = WeightPlane(engine, posttrain.load("transports", "inproc"), config, policy_weights(policy))
+    plane = WeightPlane.local(engine, posttrain.load("transports", "inproc"), config, policy_weights(policy))
     await plane.sync(0)
 
     rewards_of_steps = []
@@ -95,7 +95,7 @@ async def main(steps: int, folder: Path | None = None) -> list[float]:
             flush=True,
         )
     await engine.close()
-    plane.close()
+    await plane.close()
     return rewards_of_steps
 
 

@@ -61,7 +61,7 @@ class Rig:
         config = WeightsConfig(bucket_bytes=16384, canary_every=1)
         canary = Canary(lambda probe: self.score(probe, 1.0), make_probe(40), config, dtype="float32")
         weights = lambda: ((name, p.detach()) for name, p in self.policy.model.named_parameters())  # noqa: E731
-        self.plane = WeightPlane(self.engine, ShmTransport(), config, weights, canary=canary)
+        self.plane = WeightPlane.local(self.engine, ShmTransport(), config, weights, canary=canary)
 
     def run(self, work: Any) -> Any:
         return self.runner.run(asyncio.wait_for(work, 600))
@@ -97,7 +97,7 @@ class Rig:
 
     def close(self) -> None:
         self.run(self.engine.close())
-        self.plane.close()
+        self.run(self.plane.close())
         self.runner.close()
 
 

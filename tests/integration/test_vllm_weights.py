@@ -40,7 +40,8 @@ class Rig:
         self.engine = VllmEngine(EngineSpec(str(folder), "float32", 256, 64, (1,), log_dir=folder / "logs"))
         self.config = WeightsConfig(bucket_bytes=8192, **config)
         canary = Canary(self.score, make_probe(40), self.config, dtype="float32")
-        self.plane = WeightPlane(self.engine, ShmTransport(), self.config, lambda: iter(model.named_parameters()), canary=canary)
+        source = lambda: iter(model.named_parameters())  # noqa: E731
+        self.plane = WeightPlane.local(self.engine, ShmTransport(), self.config, source, canary=canary)
 
     def run(self, work: Any) -> Any:
         return self.runner.run(asyncio.wait_for(work, 240))
@@ -71,7 +72,7 @@ class Rig:
 
     def close(self) -> None:
         self.run(self.engine.close())
-        self.plane.close()
+        self.run(self.plane.close())
         self.runner.close()
 
 
@@ -158,7 +159,7 @@ class TestUntied:
         assert rig.engine.weight_version() is None
 
     def test_a_rebuilt_engine_serves_the_current_version(self, rig: Rig) -> None:
-        rig.run(rig.plane.receivers[0].rebuild())
+        rig.run(rig.plane.lanes[0].rebuild())
         with pytest.raises(WeightSyncError, match="no weights yet"):
             rig.generate(ask("early"))
         rig.run(rig.plane.sync(rig.plane.version + 1))
@@ -195,7 +196,7 @@ class TestTied:
             rig.generate(ask("refused", prompt=[5, 6]))
 
     def test_with_the_repack_the_canary_agrees(self, rig: Rig) -> None:
-        rig.run(rig.plane.receivers[0].rebuild())
+        rig.run(rig.plane.lanes[0].rebuild())
         metrics = rig.run(rig.plane.sync(2))
         request = ask("tied", prompt=[5, 6, 7])
         assert rig.gap(request, rig.generate(request)) < 1e-4

@@ -104,7 +104,7 @@ def run(work) -> object:
 
 
 def plane(engine, weights, transport=None, **config) -> WeightPlane:
-    return WeightPlane(engine, transport or InprocTransport(), WeightsConfig(**config), weights)
+    return WeightPlane.local(engine, transport or InprocTransport(), WeightsConfig(**config), weights)
 
 
 # ---- SYNC-1: a fused projection whose parts arrive in different chunks
@@ -121,7 +121,7 @@ def test_case_sync_1_fused_projection_in_any_chunks(order, bucket_bytes):
     run(sync.sync(1))
     assert engine.fused.tolist() == [[1, 1], [2, 2], [3, 3]]
     assert engine.version == 1 and sync.version == 1
-    sync.close()
+    run(sync.close())
 
 
 def test_case_sync_1_a_missing_part_is_named_and_the_version_stays():
@@ -131,7 +131,7 @@ def test_case_sync_1_a_missing_part_is_named_and_the_version_stays():
         run(sync.sync(1))
     assert engine.version is None and sync.version is None
     assert engine.log == [], "a plan that does not cover the model touches no engine"
-    sync.close()
+    run(sync.close())
 
 
 # ---- SYNC-5: the prefix cache after an update
@@ -160,7 +160,7 @@ def test_case_sync_5_prefix_cache_after_an_update():
             await engine.ask(4)
 
     run(scenario())
-    sync.close()
+    run(sync.close())
 
 
 def test_the_cache_is_reset_after_the_weights_landed_and_before_the_next_request():
@@ -168,7 +168,7 @@ def test_the_cache_is_reset_after_the_weights_landed_and_before_the_next_request
     sync = plane(engine, source(*[(name, 1.0) for name in QKV]))
     run(sync.sync(1))
     assert engine.log == ["pause", "wrote q_proj", "wrote k_proj", "wrote v_proj", "apply", "reset cache", "resume"]
-    sync.close()
+    run(sync.close())
 
 
 # ---- failures
@@ -186,7 +186,7 @@ def test_a_damaged_bucket_is_found_before_any_engine_is_touched(transport_type, 
 
     async def scenario() -> None:
         await sync.sync(1)
-        lane = sync.receivers[1]
+        lane = sync.lanes[1]
         pull = lane._transport.pull
 
         def damaged(handle, pieces, into):
@@ -201,13 +201,13 @@ def test_a_damaged_bucket_is_found_before_any_engine_is_touched(transport_type, 
         assert [e.log for e in engines] == before
         assert [e.version for e in engines] == [1, 1] and sync.version == 1
         assert await engines[0].ask(0) == (6, 1), "the old version goes on serving"
-        assert [r.lane.state for r in sync.receivers] == ["aborted", "aborted"]
+        assert [r.lane.state for r in sync.lanes] == ["aborted", "aborted"]
         lane._transport.pull = pull
         await sync.sync(3)
         assert [e.version for e in engines] == [3, 3]
 
     run(scenario())
-    sync.close()
+    run(sync.close())
 
 
 def test_a_pull_that_hangs_is_abandoned_with_its_staging():
@@ -216,7 +216,7 @@ def test_a_pull_that_hangs_is_abandoned_with_its_staging():
 
     async def scenario() -> None:
         await sync.sync(1)
-        lane = sync.receivers[0]
+        lane = sync.lanes[0]
         old = lane._staging
         late: list[torch.Tensor] = []
 
@@ -225,7 +225,7 @@ def test_a_pull_that_hangs_is_abandoned_with_its_staging():
             late.append(into.buffer)
 
         lane._transport.pull = stuck
-        with pytest.raises(WeightSyncError, match="rollout-0: publication 2 was not staged within 0 s") as caught:
+        with pytest.raises(WeightSyncError, match="rollout-0: publication 2 was not staged within 0.2 s") as caught:
             await sync.sync(2)
         assert caught.value.code == "deadline" and [e.version for e in engines] == [1, 1]
         await sync.sync(3)
@@ -234,7 +234,7 @@ def test_a_pull_that_hangs_is_abandoned_with_its_staging():
 
     run(scenario())
     assert [e.version for e in engines] == [3, 3]
-    sync.close()
+    run(sync.close())
 
 
 def test_a_failed_pause_leaves_the_lane_valid_and_the_engine_running():
@@ -245,26 +245,26 @@ def test_a_failed_pause_leaves_the_lane_valid_and_the_engine_running():
         engines[0].fail["pause"] = RuntimeError("no pause")
         with pytest.raises(WeightSyncError, match="no pause"):
             await sync.sync(2)
-        assert sync.receivers[0].lane.state == "aborted" and engines[0].log[-1] == "resume"
+        assert sync.lanes[0].lane.state == "aborted" and engines[0].log[-1] == "resume"
         assert await engines[0].ask(0) == (6, 1)
         engines[0].fail.clear()
         await sync.sync(3)
 
     run(scenario())
-    sync.close()
+    run(sync.close())
 
 
 def test_a_hanging_apply_ends_at_its_deadline_and_the_lane_refuses_to_serve():
     engines, sync = both(engines=1, apply_timeout_s=0.2)
     engines[0].hang.add("wrote k_proj")
-    with pytest.raises(WeightSyncError, match="version 1 was not applied within 0 s"):
+    with pytest.raises(WeightSyncError, match="version 1 was not applied within 0.2 s"):
         run(sync.sync(1))
-    assert sync.receivers[0].lane.state == "invalid" and engines[0].invalid
+    assert sync.lanes[0].lane.state == "invalid" and engines[0].invalid
     with pytest.raises(WeightSyncError, match="invalid"):
         run(engines[0].ask(1))
     with pytest.raises(WeightSyncError, match="is invalid"):
         run(sync.sync(2))
-    sync.close()
+    run(sync.close())
 
 
 def test_an_engine_that_stays_at_its_old_version_is_not_committed():
@@ -276,8 +276,8 @@ def test_an_engine_that_stays_at_its_old_version_is_not_committed():
     engines[0].apply = forgets
     with pytest.raises(WeightSyncError, match="says version 0 after applying 1"):
         run(sync.sync(1))
-    assert sync.receivers[0].lane.version is None
-    sync.close()
+    assert sync.lanes[0].lane.version is None
+    run(sync.close())
 
 
 def test_on_failure_rebuild_and_retry_brings_the_same_version():
@@ -298,7 +298,7 @@ def test_on_failure_rebuild_and_retry_brings_the_same_version():
         assert await engines[1].ask(0) == (6, 2)
 
     run(scenario())
-    sync.close()
+    run(sync.close())
 
 
 def test_on_failure_drop_lane_goes_on_with_the_others_and_ends_with_the_last():
@@ -307,13 +307,13 @@ def test_on_failure_drop_lane_goes_on_with_the_others_and_ends_with_the_last():
     async def scenario() -> None:
         engines[0].fail["apply"] = RuntimeError("lane 0")
         await sync.sync(1)
-        assert [r.lane.name for r in sync.receivers] == ["rollout-1"] and engines[1].version == 1
+        assert [r.name for r in sync.lanes] == ["rollout-1"] and engines[1].version == 1
         engines[1].fail["apply"] = RuntimeError("lane 1")
         with pytest.raises(RunAborted, match="no engine left"):
             await sync.sync(2)
 
     run(scenario())
-    sync.close()
+    run(sync.close())
 
 
 def test_versions_advance():
@@ -322,7 +322,7 @@ def test_versions_advance():
     with pytest.raises(WeightSyncError, match="does not advance past 3"):
         run(sync.sync(3))
     assert engines[0].version == 3
-    sync.close()
+    run(sync.close())
 
 
 def test_changed_parameters_are_refused_before_any_engine_is_touched():
@@ -334,14 +334,14 @@ def test_changed_parameters_are_refused_before_any_engine_is_touched():
     with pytest.raises(WeightSyncError, match="extra"):
         run(sync.sync(2))
     assert engine.log == before
-    sync.close()
+    run(sync.close())
 
 
 def test_verify_weight_values_compares_bytes_even_when_digests_agree(monkeypatch):
     engines, sync = both(engines=1, verify_weight_values=True)
-    published = lambda *_: sync._pool._slots[0].publication.digests[0]  # noqa: E731
+    published = lambda *_: sync.publisher.pool._slots[0].publication.digests[0]  # noqa: E731
     monkeypatch.setattr("posttrain.weights.receiver.bucket_digest", published)
-    lane = sync.receivers[0]
+    lane = sync.lanes[0]
     pull, calls = lane._transport.pull, []
 
     def flaky(handle, pieces, into):
@@ -354,7 +354,7 @@ def test_verify_weight_values_compares_bytes_even_when_digests_agree(monkeypatch
     with pytest.raises(WeightSyncError, match="differs from what was published"):
         run(sync.sync(1))
     assert engines[0].version is None
-    sync.close()
+    run(sync.close())
 
 
 def test_timings_and_bytes_are_reported_and_staging_is_reused():
@@ -362,15 +362,15 @@ def test_timings_and_bytes_are_reported_and_staging_is_reused():
 
     async def scenario() -> dict[str, float]:
         await sync.sync(1)
-        staging = sync.receivers[0]._staging
+        staging = sync.lanes[0]._staging
         metrics = await sync.sync(2)
-        assert sync.receivers[0]._staging is staging
+        assert sync.lanes[0]._staging is staging
         return metrics
 
     metrics = run(scenario())
     assert {"time/publish_s", "time/stage_s", "time/apply_s", "weights/bytes"} <= metrics.keys()
-    assert metrics["weights/bytes"] == sync._pool.plan.nbytes
-    sync.close()
+    assert metrics["weights/bytes"] == sync.publisher.pool.plan.nbytes
+    run(sync.close())
 
 
 # ---- canary
@@ -394,7 +394,7 @@ def test_the_canary_sings_after_the_first_commit_and_every_n_publications():
 
     bird.check = listen
     config = WeightsConfig(canary_every=3)
-    sync = WeightPlane(engine, InprocTransport(), config, source(*[(name, 1.0) for name in QKV]), canary=bird)
+    sync = WeightPlane.local(engine, InprocTransport(), config, source(*[(name, 1.0) for name in QKV]), canary=bird)
 
     async def scenario() -> None:
         for version in range(1, 8):
@@ -402,12 +402,12 @@ def test_the_canary_sings_after_the_first_commit_and_every_n_publications():
 
     run(scenario())
     assert sung == [1, 4, 7]
-    sync.close()
+    run(sync.close())
 
 
 def test_a_canary_that_differs_names_the_biggest_difference_and_ends_the_engine():
     engine = FusedEngine()
-    sync = WeightPlane(
+    sync = WeightPlane.local(
         engine, InprocTransport(), WeightsConfig(), source(*[(name, 1.0) for name in QKV]), canary=canary([-6.5])
     )
     with pytest.raises(WeightSyncError, match=r"0.5 nats at row 0, token 1 \(id 2\): engine -6.0000, trainer -6.5000") as caught:
@@ -415,7 +415,7 @@ def test_a_canary_that_differs_names_the_biggest_difference_and_ends_the_engine(
     assert caught.value.code == "canary" and not caught.value.retryable
     with pytest.raises(WeightSyncError, match="invalid"):
         run(engine.ask(1))
-    sync.close()
+    run(sync.close())
 
 
 @pytest.mark.parametrize(
@@ -442,5 +442,3 @@ def test_the_limits_of_the_canary(dtype, gaps, words):
         return
     with pytest.raises(WeightSyncError, match=words):
         run(bird.check(Fixed(), bird.expect()))
-
-

@@ -5,12 +5,12 @@ import torch
 
 from posttrain.errors import WeightSyncError
 from posttrain.weights.inproc import InprocTransport
-from posttrain.weights.publication import PublicationPool, bucket_digest
+from posttrain.weights.publication import LocalWeight, PublicationPool, bucket_digest, whole
 from posttrain.weights.transport import views
 
 
-def weights(value: float) -> list[tuple[str, torch.Tensor]]:
-    return [("a", torch.full((3, 4), value)), ("b", torch.full((5,), value, dtype=torch.bfloat16))]
+def weights(value: float) -> list[LocalWeight]:
+    return list(whole([("a", torch.full((3, 4), value)), ("b", torch.full((5,), value, dtype=torch.bfloat16))]))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def contents(pool: PublicationPool, publication) -> dict[str, torch.Tensor]:
 def test_a_publication_is_a_snapshot(pool):
     source = weights(1.0)
     publication = pool.publish(1, source)
-    source[0][1].fill_(9.0)
+    source[0].values.fill_(9.0)
     assert (contents(pool, publication)["a"] == 1.0).all()
     assert (contents(pool, publication)["b"] == 1.0).all()
 
@@ -37,7 +37,7 @@ def test_a_publication_is_a_snapshot(pool):
 def test_digests_change_with_a_single_bit(pool):
     first = pool.publish(1, weights(1.0))
     changed = weights(1.0)
-    changed[0][1][2, 3] = 1.0000001
+    changed[0].values[11] = 1.0000001
     second = pool.publish(2, changed)
     assert sum(x != y for x, y in zip(first.digests, second.digests, strict=True)) == 1
     assert len(first.digests) == len(first.plan.buckets)
@@ -86,17 +86,17 @@ def test_versions_advance(pool):
         ([("a", torch.zeros(3, 4))], "published nothing"),
         ([("a", torch.zeros(4, 3)), ("b", torch.zeros(5, dtype=torch.bfloat16))], r"a \[4, 3\]"),
         ([("a", torch.zeros(3, 4)), ("b", torch.zeros(5))], "float32, the plan has b"),
-        ([*weights(0.0), ("c", torch.zeros(1))], "published c"),
+        ([*((w.name, w.values.view(w.shape)) for w in weights(0.0)), ("c", torch.zeros(1))], "published c"),
     ],
 )
 def test_a_stream_that_is_not_the_plan_is_refused(pool, stream, words):
     with pytest.raises(WeightSyncError, match=words):
-        pool.publish(1, stream)
+        pool.publish(1, whole(stream))
 
 
 def test_a_failed_publish_is_not_advertised(pool):
     with pytest.raises(WeightSyncError):
-        pool.publish(1, [("a", torch.zeros(3, 4))])
+        pool.publish(1, whole([("a", torch.zeros(3, 4))]))
     with pytest.raises(WeightSyncError, match="publication 1 is not in the pool"):
         pool.hold(1)
 
@@ -113,7 +113,7 @@ def test_bucket_digest_reads_only_its_ranges():
 def test_floating_parameters_are_cast_to_the_wire_s_dtype_while_they_are_copied():
     pool = PublicationPool(InprocTransport(), bucket_bytes=2**20, dtype="bfloat16")
     source = [("w", torch.linspace(0, 1, 7)), ("steps", torch.arange(3))]
-    publication = pool.publish(1, source) if pool.plan_for(source) else None
+    publication = pool.publish(1, whole(source)) if pool.plan_for(whole(source)) else None
     got = contents(pool, publication)
     assert torch.equal(got["w"], source[0][1].to(torch.bfloat16)) and torch.equal(got["steps"], source[1][1])
     pool.close()

@@ -169,6 +169,9 @@ class WeightsConfig:
     canary_max_bf16: float = 0.5  # nats
     stage_timeout_s: float = 120.0  # deadline of pulling and verifying one publication
     apply_timeout_s: float = 120.0  # deadline of pause, apply, reset and resume
+    abort_timeout_s: float = 10.0  # deadline of stopping all lanes after a failure
+    rebuild_timeout_s: float = 600.0  # deadline of a new engine in place of one whose update failed
+    max_concurrent_lanes: int | None = None  # lanes that pull at once; null: all
     on_failure: Literal["raise", "rebuild_and_retry", "drop_lane"] = "raise"  # what a failed update does to the run
     verify_weight_values: bool = False  # compare bytes after the copies
 

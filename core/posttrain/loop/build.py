@@ -70,7 +70,7 @@ def sampling_parts(
     from posttrain.weights.canary import Canary
     from posttrain.weights.plane import WeightPlane
 
-    plane = WeightPlane(
+    plane = WeightPlane.local(
         engine,
         build_transport(config),
         config.weights,

@@ -96,5 +96,5 @@ class Parts:
             except Exception as exc:
                 self.tracker.note(f"closing the {name} failed: {type(exc).__name__}: {exc} (see logs/)")
         if self.plane is not None:
-            self.plane.close()
+            await self.plane.close()
         self.ledger.close()

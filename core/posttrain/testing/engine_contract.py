@@ -44,7 +44,7 @@ class Rig:
         spec = EngineSpec(str(folder), "float32", LIMIT, 16, STOPS, log_dir=folder)
         self.engine = make_engine(spec)
         self.transport = plugins.load("transports", transport)
-        self.plane = WeightPlane(self.engine, self.transport, WeightsConfig(), lambda: iter(self.model.named_parameters()))
+        self.plane = WeightPlane.local(self.engine, self.transport, WeightsConfig(), lambda: iter(self.model.named_parameters()))
         self.run(self.engine.start())
         self.before_commit = self._refusal()
         self.version = 0
@@ -92,7 +92,7 @@ class Rig:
 
     def close(self) -> None:
         self.run(self.engine.close())
-        self.plane.close()
+        self.run(self.plane.close())
         self.transport.close()
         self.runner.close()
 

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from posttrain.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from posttrain.config.schema import WeightsConfig
-    from posttrain.rollout.engine import Engine
 
 Score = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 """The trainer's log-probs at temperature 1 of each token given those before it, from the second token on."""
+
+
+class Scores(Protocol):
+    """Whatever computes log-probs with the weights in place: an engine, or the driver's end of a lane."""
+
+    async def logprobs(self, sequences: Sequence[Sequence[int]], /) -> list[list[float]]:
+        """Log-prob at temperature 1 of each token given those before it, from the second token on."""
 
 
 def make_probe(vocab_size: int, *, rows: int = 4, length: int = 16, seed: int = 0) -> list[list[int]]:
@@ -37,8 +43,8 @@ class Canary:
         """The trainer's log-probs of the probe now; call it between publishing and the next optimizer step."""
         return self._score(self.probe)
 
-    async def check(self, engine: Engine, expected: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compare the engine with `expected`. Raises WeightSyncError naming the biggest difference."""
+    async def check(self, engine: Scores, expected: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Compare an engine with `expected`. Raises WeightSyncError naming the biggest difference."""
         found = await engine.logprobs(self.probe)
         gaps = [
             (abs(a - b), row, t + 1, a, b)

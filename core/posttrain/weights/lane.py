@@ -110,6 +110,11 @@ class Lane:
             self.state, self.cause = "aborted", cause
             self._staged.clear()
 
+    def invalidate(self, cause: str) -> None:
+        """The weights in place proved to be wrong: only a rebuild helps."""
+        self.state, self.cause = "invalid", cause
+        self._staged.clear()
+
     def rebuild(self) -> None:
         """The engine was rebuilt: placeholder weights, no plan; epochs go on counting."""
         self.state, self.version, self.plan, self.cause = "idle", None, None, ""

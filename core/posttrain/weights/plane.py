@@ -2,19 +2,25 @@
 
     publish → stage and verify while engines generate → all lanes voted → pause, apply, reset, stamp, resume → canary
 
-A failure before the vote touches no engine: the old version stays advertised and serves. A failure after it makes that lane
-invalid. `weights.on_failure` decides what follows: raise; rebuild the lane's engine and retry once; or go on without the lane.
+The first failure is the origin: it is recorded, every other lane is told and stops within a bucket. A failure before the vote
+touches no engine: the old version stays advertised and serves. A failure after it makes that lane invalid; the other lanes end
+what they have begun to apply. `weights.on_failure` decides what follows: raise; heal the lanes and retry once; or go on without
+the lane that failed. Every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from posttrain.errors import RunAborted, WeightSyncError
-from posttrain.weights.publication import Publication, PublicationPool
+from posttrain.weights.deadline import abandon, in_thread, within
+from posttrain.weights.failure import PeerFailure, Phase, as_failure
+from posttrain.weights.publication import Publication, PublicationPool, whole
+from posttrain.weights.publisher import LocalPublisher, Publisher
 from posttrain.weights.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -25,103 +31,214 @@ if TYPE_CHECKING:
     from posttrain.weights.canary import Canary
     from posttrain.weights.transport import Transport
 
+T = TypeVar("T")
+
 Source = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
 """The policy's parameters: Hugging Face names, tied duplicates omitted, always in the same order. Cast to the engine's dtype
 while they are copied; give them as they are."""
 
 
+class LaneEnd(Protocol):
+    """The driver's view of one rollout body's receiving end; `Receiver` is the one of an engine in this process.
+
+    `proved`: a canary agreed with the engine since it was started. Failures are raised as PeerFailure, naming lane and bucket.
+    """
+
+    name: str
+    proved: bool
+
+    async def stage(self, publication: Publication, *, timeout: float) -> None:
+        """Phase 1: pull and verify every bucket while the engine generates."""
+
+    async def commit(self, *, timeout: float) -> None:
+        """Phase 2: bring the engine to what is staged."""
+
+    async def abort(self, cause: str) -> None:
+        """Stop a running `stage` within a bucket and forget what is staged. Idempotent; after a commit it does nothing."""
+
+    async def rebuild(self) -> None:
+        """A new engine, without weights."""
+
+    async def logprobs(self, sequences: Sequence[Sequence[int]], /) -> list[list[float]]:
+        """Log-probs of a probe under the weights in place."""
+
+    async def invalidate(self, cause: str) -> None:
+        """Refuse to generate until rebuilt."""
+
+    async def close(self) -> None:
+        """Give back all memory; idempotent."""
+
+
 class WeightPlane:
-    """Brings engines to the policy's weights, one version after the other."""
+    """Brings engines to the policy's weights, one version after the other.
+
+    `version` is the advertised one: every lane that is left has committed it. `last_failure` is the origin of the last update
+    that failed, also of one that was healed.
+    """
 
     def __init__(
-        self,
+        self, publisher: Publisher, lanes: Sequence[LaneEnd], config: WeightsConfig, *, canary: Canary | None = None
+    ) -> None:
+        self.publisher, self.lanes, self.config = publisher, list(lanes), config
+        self.version: int | None = None
+        self.last_failure: PeerFailure | None = None
+        self._canary, self._commits = canary, 0
+        self._busy = asyncio.Lock()
+
+    @classmethod
+    def local(
+        cls,
         engines: Engine | Sequence[Engine],
         transport: Transport,
         config: WeightsConfig,
         source: Source,
         *,
         canary: Canary | None = None,
-    ) -> None:
-        self.config, self._source, self._canary = config, source, canary
+    ) -> WeightPlane:
+        """The plane of an unsharded policy and engines that are all driven from this process."""
         engines = engines if isinstance(engines, Sequence) else [engines]
-        self._pool = PublicationPool(transport, bucket_bytes=config.bucket_bytes, dtype=engines[0].spec.dtype)
-        self.receivers = [
+        pool = PublicationPool(transport, bucket_bytes=config.bucket_bytes, dtype=engines[0].spec.dtype)
+        lanes = [
             Receiver(engine, transport, name=f"rollout-{i}", compare_bytes=config.verify_weight_values)
             for i, engine in enumerate(engines)
         ]
-        self.version: int | None = None
-        self._commits = 0
-        self._busy = asyncio.Lock()
+        return cls(LocalPublisher(pool, lambda: whole(source())), lanes, config, canary=canary)
 
     async def sync(self, version: int) -> dict[str, float]:
         """Publish the current weights as `version` and bring every engine to it. Returns seconds by phase, bytes, canary.
 
-        The source must not change before this returns its publication (`time/publish_s`); afterwards training may go on.
-        Raises WeightSyncError naming the lane, the bucket and the first exception.
+        Raises WeightSyncError naming the lane, the policy rank, the bucket and the first exception.
         """
         async with self._busy:
             began = time.perf_counter()
-            publication = await asyncio.to_thread(self._publish, version)
+            publication = await self._publish(version)
             metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
             expected = await self._expected_of_canary()
-            self._pool.hold(version)
+            await self._bounded(self.publisher.hold(version), "publish", f"publication {version} was not held")
             try:
                 await self._phase("time/stage_s", metrics, self._stage(publication))
                 await self._phase("time/apply_s", metrics, self._commit(publication))
             finally:
-                self._pool.release(version)
+                with contextlib.suppress(Exception):  # a rank that died holds nothing; what happened to it is said elsewhere
+                    await within(self.publisher.release(version), self.config.abort_timeout_s)
             self.version, self._commits = version, self._commits + 1
             if expected is not None:
                 await self._phase("time/canary_s", metrics, self._check_canary(expected, metrics))
             return metrics
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give back all memory; idempotent. Engines are closed by whoever started them."""
-        for receiver in self.receivers:
-            receiver.close()
-        self._pool.close()
+        ends = [asyncio.ensure_future(close) for close in (*(lane.close() for lane in self.lanes), self.publisher.close())]
+        await asyncio.wait(ends, timeout=self.config.abort_timeout_s)
+        for end in ends:
+            abandon(end)
 
-    def _publish(self, version: int) -> Publication:
-        self._pool.plan_for(self._source())
-        return self._pool.publish(version, self._source())
+    # ---- phases
+
+    async def _publish(self, version: int) -> Publication:
+        what = f"publication {version} was not made"
+        try:
+            return await self._bounded(self.publisher.publish(version), "publish", what)
+        except PeerFailure as exc:
+            self.last_failure = exc
+            if self.config.on_failure != "rebuild_and_retry":
+                raise
+        return await self._bounded(self.publisher.publish(version), "publish", what)
 
     async def _stage(self, publication: Publication) -> None:
+        """Until every lane that is left has voted. Lanes that were told to stop stage again."""
+        attempts = 1
+        while failure := await self._stage_all(publication):
+            failed, origin, answered = failure
+            if self.config.on_failure == "drop_lane":
+                await self._drop({failed: origin})
+            elif self.config.on_failure == "rebuild_and_retry" and attempts == 1:
+                attempts += 1
+                for lane in [lane for lane in self.lanes if lane.name not in answered]:
+                    await self._rebuild(lane)
+            else:
+                raise origin
+
+    async def _stage_all(self, publication: Publication) -> tuple[LaneEnd, PeerFailure, set[str]] | None:
+        """All lanes side by side; the first failure ends the others. Returns it, and who acknowledged the end."""
         timeout = self.config.stage_timeout_s
-        failures = await _all(r.stage(publication, timeout=timeout) for r in self.receivers)
-        if failures and self.config.on_failure == "rebuild_and_retry":
-            failures = await _all(self.receivers[i].stage(publication, timeout=timeout) for i in failures)
-        elif failures and self.config.on_failure == "drop_lane":
-            self._drop(failures)
-            return
-        if failures:
-            origin = next(iter(failures.values()))
-            for receiver in self.receivers:
-                receiver.abort(f"another lane failed: {origin}")
-            raise _as_sync_error(origin)
+        gate = asyncio.Semaphore(self.config.max_concurrent_lanes or len(self.lanes))
+
+        async def stage(lane: LaneEnd) -> None:
+            async with gate:
+                await self._of_lane(lane, "stage", lane.stage(publication, timeout=timeout), timeout)
+
+        tasks = {asyncio.ensure_future(stage(lane)): lane for lane in self.lanes}
+        answered: set[str] = set()
+        try:
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if not (failures := _failures(done)):
+                return None
+            answered = await self._tell_all(f"another lane failed: {_first(failures).message}")
+            if pending:
+                done, pending = await asyncio.wait(tasks, timeout=self.config.abort_timeout_s)
+        except asyncio.CancelledError:
+            await self._tell_all("the update was cancelled")
+            raise
+        finally:
+            for task in tasks:
+                abandon(task)
+        self.last_failure = origin = _first(_failures(done))
+        failed = next(lane for task, lane in tasks.items() if task in done and _failures([task]) == [origin])
+        return failed, origin, answered
+
+    async def _tell_all(self, cause: str) -> set[str]:
+        """Abort every lane; the names of those that acknowledged it in time."""
+        told = {asyncio.ensure_future(lane.abort(cause)): lane for lane in self.lanes}
+        done, pending = await asyncio.wait(told, timeout=self.config.abort_timeout_s)
+        for task in pending:
+            abandon(task)
+        return {told[task].name for task in done if not task.cancelled() and task.exception() is None}
 
     async def _commit(self, publication: Publication) -> None:
-        failures = await _all(r.commit(timeout=self.config.apply_timeout_s) for r in self.receivers)
+        """All lanes apply; each ends what it has begun, because a stopped one would be a mixture."""
+        failures = await self._commit_all()
         if failures and self.config.on_failure == "rebuild_and_retry":
-            failures = await _all(self._rebuild(self.receivers[i], publication) for i in failures)
+            for lane in failures:
+                await self._rebuild(lane)
+                await self._of_lane(lane, "stage", lane.stage(publication, timeout=self.config.stage_timeout_s))
+                await self._of_lane(lane, "apply", lane.commit(timeout=self.config.apply_timeout_s))
         elif failures and self.config.on_failure == "drop_lane":
-            self._drop(failures)
-            return
+            await self._drop(failures)
+        elif failures:
+            raise _first(list(failures.values()))
+
+    async def _commit_all(self) -> dict[LaneEnd, PeerFailure]:
+        timeout = self.config.apply_timeout_s
+        work = [self._of_lane(lane, "apply", lane.commit(timeout=timeout), timeout) for lane in self.lanes]
+        results = await asyncio.gather(*work, return_exceptions=True)
+        failures: dict[LaneEnd, PeerFailure] = {}
+        for lane, result in zip(self.lanes, results, strict=True):
+            if isinstance(result, PeerFailure):
+                failures[lane] = result
+            elif isinstance(result, BaseException):
+                raise result
         if failures:
-            raise _as_sync_error(next(iter(failures.values())))
+            self.last_failure = _first(list(failures.values()))
+        return failures
 
-    async def _rebuild(self, receiver: Receiver, publication: Publication) -> None:
-        await receiver.rebuild()
-        await receiver.stage(publication, timeout=self.config.stage_timeout_s)
-        await receiver.commit(timeout=self.config.apply_timeout_s)
+    async def _rebuild(self, lane: LaneEnd) -> None:
+        await self._of_lane(lane, "apply", lane.rebuild(), self.config.rebuild_timeout_s)
 
-    def _drop(self, failures: dict[int, BaseException]) -> None:
-        if len(failures) == len(self.receivers):
+    async def _drop(self, failures: dict[LaneEnd, PeerFailure]) -> None:
+        if len(failures) == len(self.lanes):
+            origin = _first(list(failures.values()))
             raise RunAborted(
-                "every lane failed, there is no engine left to drop to", cause=str(next(iter(failures.values()))),
-                fix="see weights.on_failure", code="weights",
-            )  # fmt: skip
-        for index in sorted(failures, reverse=True):
-            self.receivers.pop(index).close()
+                "every lane failed, there is no engine left to drop to", cause=str(origin), fix="see weights.on_failure",
+                code="weights",
+            ) from origin  # fmt: skip
+        for lane, failure in failures.items():
+            self.lanes.remove(lane)
+            for end in (lane.invalidate(f"dropped: {failure.message}"), lane.close()):
+                with contextlib.suppress(Exception):  # it may be dead
+                    await within(end, self.config.abort_timeout_s)
+
+    # ---- canary
 
     async def _expected_of_canary(self) -> list[list[float]] | None:
         """The trainer's log-probs of the probe at the weights just published, when a canary is due after this commit.
@@ -129,18 +246,47 @@ class WeightPlane:
         It is due for every engine that no canary has proved since it was started, and every `weights.canary_every` commits.
         """
         every = self.config.canary_every
-        due = not all(r.proved for r in self.receivers) or (every > 0 and self._commits % every == 0)
-        return await asyncio.to_thread(self._canary.expect) if self._canary is not None and due else None
+        due = not all(lane.proved for lane in self.lanes) or (every > 0 and self._commits % every == 0)
+        if self._canary is None or not due:
+            return None
+        return await self._bounded(in_thread(self._canary.expect), "canary", "the trainer's log-probs of the probe did not come")
 
     async def _check_canary(self, expected: list[list[float]], metrics: dict[str, float]) -> None:
         assert self._canary is not None
-        for receiver in self.receivers:
+        for lane in self.lanes:
             try:
-                metrics |= await self._canary.check(receiver.engine, expected)
-                receiver.proved = True
+                timeout = self.config.apply_timeout_s
+                metrics |= await self._of_lane(lane, "canary", self._canary.check(lane, expected), timeout)
+                lane.proved = True
             except WeightSyncError as exc:
-                receiver.engine.invalidate(exc.message)
+                with contextlib.suppress(Exception):
+                    await within(lane.invalidate(exc.message), self.config.abort_timeout_s)
                 raise
+
+    # ---- deadlines and names
+
+    async def _of_lane(self, lane: LaneEnd, phase: Phase, work: Awaitable[T], timeout: float | None = None) -> T:
+        """`work` of a lane, its failure named. The lane has a deadline of its own; this one is for a lane that is gone."""
+        limit = (timeout if timeout is not None else self.config.stage_timeout_s) + self.config.abort_timeout_s
+        return await self._bounded(work, phase, f"lane {lane.name}: {phase} failed", peer=lane.name, timeout=limit)
+
+    async def _bounded(
+        self, work: Awaitable[T], phase: Phase, what: str, *, peer: str = "policy", timeout: float | None = None
+    ) -> T:
+        limit = self.config.stage_timeout_s if timeout is None else timeout
+        task = asyncio.ensure_future(work)
+        try:
+            return await within(task, limit)
+        except TimeoutError as exc:
+            if not task.cancelled() and task.done():
+                raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
+            raise PeerFailure(f"{what} within {limit:.3g} s", peer=peer, phase=phase, code="deadline") from exc
+        except asyncio.CancelledError:
+            if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
+                raise
+            raise PeerFailure(f"{what}: its task was cancelled", peer=peer, phase=phase) from None
+        except Exception as exc:
+            raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
 
     async def _phase(self, key: str, metrics: dict[str, float], work: Awaitable[None]) -> None:
         began = time.perf_counter()
@@ -148,15 +294,11 @@ class WeightPlane:
         metrics[key] = time.perf_counter() - began
 
 
-async def _all(work: Iterable[Awaitable[None]]) -> dict[int, BaseException]:
-    """Run side by side to the end; the failures by position. A cancellation is passed on."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    return {i: r for i, r in enumerate(results) if isinstance(r, BaseException)}
+def _failures(tasks: Iterable[asyncio.Future[Any]]) -> list[PeerFailure]:
+    found = (task.exception() for task in tasks if not task.cancelled())
+    return [exc for exc in found if isinstance(exc, PeerFailure)]
 
 
-def _as_sync_error(exc: BaseException) -> BaseException:
-    if isinstance(exc, Exception) and not isinstance(exc, WeightSyncError):
-        wrapped = WeightSyncError(f"the weight update failed: {type(exc).__name__}: {exc}")
-        wrapped.__cause__ = exc
-        return wrapped
-    return exc
+def _first(failures: Sequence[PeerFailure]) -> PeerFailure:
+    """The origin: the earliest of those that were not told to stop."""
+    return min(failures, key=lambda failure: (failure.stopped, failure.at))

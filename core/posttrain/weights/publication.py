@@ -6,6 +6,8 @@ one that nobody has pulled yet; when both are held it is refused. The second slo
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,17 +22,69 @@ from posttrain.weights.transport import Handle, Transport
 SLOTS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class LocalWeight:
+    """What one policy rank holds of a parameter: elements `[start, start + values.numel())` of the full `shape`, flattened.
+
+    Every rank names every parameter, in the same order, also one of which it holds nothing: so every rank makes the same plan.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: torch.Tensor
+
+    def spec(self, dtype: str | None) -> ParameterSpec:
+        """As it travels: floating values in `dtype` (None: their own)."""
+        own = str(self.values.dtype).removeprefix("torch.")
+        return ParameterSpec(self.name, dtype if dtype and self.values.is_floating_point() else own, tuple(self.shape))
+
+
+def whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[LocalWeight]:
+    """Full tensors as what the only policy rank holds."""
+    for name, tensor in weights:
+        yield LocalWeight(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))
+
+
 @dataclass(frozen=True)
 class Publication:
-    """What lanes need to pull: plain data.
+    """What lanes need to pull: plain data. A policy rank makes a part of it, `merge_publications` the whole.
 
-    digests   one for each bucket of the plan     handles   policy rank → where its slot is
+    digests   one for each bucket of the plan, "" where another rank holds it     handles   policy rank → where its slot is
     """
 
     version: int
     plan: BucketPlan
     digests: tuple[str, ...]
     handles: dict[int, Handle]
+
+
+def merge_publications(parts: Sequence[Publication]) -> Publication:
+    """One publication of what each policy rank published. Raises WeightSyncError naming the rank that does not fit the others."""
+    first, rest = parts[0], parts[1:]
+    digests, handles = list(first.digests), dict(first.handles)
+    for part in rest:
+        rank = ", ".join(map(str, part.handles))
+        if part.version != first.version:
+            raise WeightSyncError(
+                f"policy rank {rank} published version {part.version}, rank {min(first.handles)} version {first.version}",
+                cause="the ranks are not at the same step",
+            )
+        if part.plan.digest != first.plan.digest:
+            raise WeightSyncError(
+                f"policy rank {rank} cut its weights by another plan than rank {min(first.handles)}",
+                cause="the ranks hold other parameters, or another order of them",
+            )
+        digests = [mine or theirs for mine, theirs in zip(digests, part.digests, strict=True)]
+        handles |= part.handles
+    absent = [b for b in first.plan.buckets if not digests[b.index] or b.rank not in handles]
+    if absent:
+        raise WeightSyncError(
+            f"publication {first.version} lacks bucket {absent[0].index} of policy rank {absent[0].rank} "
+            f"({absent[0].pieces[0].name} …)" + (f" and {len(absent) - 1} more" if absent[1:] else ""),
+            cause="the rank did not publish everything that the plan wants from it",
+        )
+    return Publication(first.version, first.plan, tuple(digests), handles)
 
 
 @dataclass
@@ -43,7 +97,7 @@ class _Slot:
 
 
 class PublicationPool:
-    """The slots of one policy rank (rank 0 holds every parameter until the policy is sharded).
+    """The slots of one policy rank; `shards` says what each rank publishes (default: rank 0 everything).
 
     dtype: of floating parameters on the wire; they are cast while they are copied. None: as they come.
     """
@@ -53,36 +107,56 @@ class PublicationPool:
     ) -> None:
         self._transport, self._bucket_bytes, self._dtype, self._shards, self.rank = transport, bucket_bytes, dtype, shards, rank
         self._slots: list[_Slot] = []
+        self._writing = threading.Lock()
+        self._unwanted: set[int] = set()
         self.plan: BucketPlan | None = None
         self.version = -1
 
-    def plan_for(self, weights: Iterable[tuple[str, torch.Tensor]]) -> BucketPlan:
+    @property
+    def peer(self) -> str:
+        """What messages call this rank."""
+        return f"policy rank {self.rank}"
+
+    def plan_for(self, weights: Iterable[LocalWeight]) -> BucketPlan:
         """The plan of these parameters, made on the first call; consumes the stream without keeping a tensor."""
         if self.plan is None:
-            specs = (_spec(name, tensor, self._dtype) for name, tensor in weights)
+            specs = (weight.spec(self._dtype) for weight in weights)
             self.plan = plan_buckets(specs, bucket_bytes=self._bucket_bytes, shards=self._shards)
         return self.plan
 
-    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Publication:
-        """Snapshot `weights` (full tensors in plan order) as `version`; copies, so the caller may go on training.
+    def publish(self, version: int, weights: Iterable[LocalWeight]) -> Publication:
+        """Snapshot this rank's share of `weights` (in plan order) as `version`; copies, so the caller may go on training.
 
         Raises WeightSyncError when the version does not advance, both slots are held, or the stream is not the plan's.
         """
         if self.plan is None:
-            raise WeightSyncError("publish before plan_for")
+            raise WeightSyncError(f"{self.peer}: publish before plan_for")
         if version <= self.version:
-            raise WeightSyncError(f"publication {version} does not advance past {self.version}", cause="versions are monotonic")
-        slot = self._free_slot()
-        slot.publication, slot.pulled = None, False
-        self._fill(slot.region.buffer, self.plan, weights)
-        digests = tuple(
-            bucket_digest(slot.region.buffer, [(p.source, p.nbytes) for p in bucket.pieces])
-            for bucket in self.plan.buckets
-            if bucket.rank == self.rank
-        )
-        slot.publication = Publication(version, self.plan, digests, {self.rank: slot.handle})
-        self.version = version
-        return slot.publication
+            raise WeightSyncError(
+                f"{self.peer}: publication {version} does not advance past {self.version}", cause="versions are monotonic"
+            )
+        if not self._writing.acquire(blocking=False):
+            raise WeightSyncError(f"{self.peer}: the publication before {version} is still being written")
+        try:
+            self._unwanted.discard(version)
+            slot = self._free_slot()
+            slot.publication, slot.pulled = None, False
+            self._fill(slot.region.buffer, version, weights)
+            digests = self._digests(slot.region.buffer)
+            self._go_on(version)
+            slot.publication = Publication(version, self.plan, digests, {self.rank: slot.handle})
+            self.version = version
+            return slot.publication
+        finally:
+            self._writing.release()
+
+    def retract(self, version: int) -> None:
+        """Take back `version`, which nobody was told of: its slot is free again, and one that is still being written stops."""
+        self._unwanted.add(version)
+        for slot in self._slots:
+            if slot.publication is not None and slot.publication.version == version and not slot.holders:
+                slot.publication = None
+                self.version = version - 1
 
     def hold(self, version: int) -> None:
         """A lane starts to pull `version`: its slot stays as it is until released."""
@@ -95,35 +169,75 @@ class PublicationPool:
         slot.holders = max(0, slot.holders - 1)
 
     def close(self) -> None:
+        """Give back the slots and what the transport holds; idempotent."""
         self._slots.clear()
         self._transport.close()
 
-    def _fill(self, buffer: torch.Tensor, plan: BucketPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        pieces: dict[str, list[Piece]] = {}
-        for piece in (p for bucket in plan.buckets if bucket.rank == self.rank for p in bucket.pieces):
-            pieces.setdefault(piece.name, []).append(piece)
-        stream: Iterator[tuple[str, torch.Tensor]] = iter(weights)
-        for spec in plan.parameters:
-            name, tensor = next(stream, ("nothing", torch.empty(0)))
-            if _spec(name, tensor, self._dtype) != spec:
-                raise WeightSyncError(
-                    f"the policy published {name} {list(tensor.shape)} {tensor.dtype}, "
-                    f"the plan has {spec.name} {list(spec.shape)} {spec.dtype} there",
-                    cause="the policy's parameters changed after the plan was made",
-                )
-            flat = tensor.detach().reshape(-1)
-            for piece in pieces.get(name, ()):
-                target = buffer[piece.source : piece.source + piece.nbytes].view(getattr(torch, spec.dtype))
-                target.copy_(flat[piece.start : piece.stop])
+    def _fill(self, buffer: torch.Tensor, version: int, weights: Iterable[LocalWeight]) -> None:
+        assert self.plan is not None
+        mine: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        for bucket in self.plan.buckets:
+            if bucket.rank == self.rank:
+                for piece in bucket.pieces:
+                    mine[piece.name].append((bucket.index, piece))
+        stream = iter(weights)
+        for spec in self.plan.parameters:
+            weight = next(stream, LocalWeight("nothing", (0,), 0, torch.empty(0)))
+            if weight.spec(self._dtype) != spec:
+                raise self._changed(weight, spec)
+            for index, piece in mine.get(spec.name, ()):
+                self._go_on(version)
+                try:
+                    self._write(buffer, piece, weight, spec)
+                except WeightSyncError:
+                    raise
+                except Exception as exc:
+                    raise WeightSyncError(
+                        f"{self.peer}: bucket {index} of publication {version} was not written: {type(exc).__name__}: {exc}",
+                        where=spec.name,
+                    ) from exc
         extra = next(stream, None)
         if extra is not None:
-            raise WeightSyncError(f"the policy published {extra[0]}, which is not in the plan", cause="its parameters changed")
+            raise WeightSyncError(
+                f"{self.peer} published {extra.name}, which is not in the plan", cause="its parameters changed after the plan"
+            )
+
+    def _write(self, buffer: torch.Tensor, piece: Piece, weight: LocalWeight, spec: ParameterSpec) -> None:
+        begin, end = piece.start - weight.start, piece.stop - weight.start
+        if begin < 0 or end > weight.values.numel():
+            held = f"[{weight.start}, {weight.start + weight.values.numel()})"
+            raise WeightSyncError(
+                f"{self.peer} holds elements {held} of {spec.name}, the plan wants [{piece.start}, {piece.stop}) from it",
+                cause="the plan's shards are not how the policy is sharded",
+            )
+        target = buffer[piece.source : piece.source + piece.nbytes].view(getattr(torch, spec.dtype))
+        target.copy_(weight.values.reshape(-1)[begin:end])
+
+    def _digests(self, buffer: torch.Tensor) -> tuple[str, ...]:
+        assert self.plan is not None
+        return tuple(
+            bucket_digest(buffer, [(p.source, p.nbytes) for p in bucket.pieces]) if bucket.rank == self.rank else ""
+            for bucket in self.plan.buckets
+        )
+
+    def _go_on(self, version: int) -> None:
+        if version in self._unwanted:
+            raise WeightSyncError(f"{self.peer}: publication {version} was stopped", code="stopped")
+
+    def _changed(self, weight: LocalWeight, spec: ParameterSpec) -> WeightSyncError:
+        return WeightSyncError(
+            f"{self.peer} published {weight.name} {list(weight.shape)} {weight.values.dtype}, "
+            f"the plan has {spec.name} {list(spec.shape)} {spec.dtype} there",
+            cause="the policy's parameters changed after the plan was made",
+        )
 
     def _slot_of(self, version: int) -> _Slot:
         for slot in self._slots:
             if slot.publication is not None and slot.publication.version == version:
                 return slot
-        raise WeightSyncError(f"publication {version} is not in the pool", cause="a newer one replaced it before it was pulled")
+        raise WeightSyncError(
+            f"{self.peer}: publication {version} is not in the pool", cause="a newer one replaced it before it was pulled"
+        )
 
     def _free_slot(self) -> _Slot:
         """An empty or new slot, else the older of the free ones, one that was never pulled last."""
@@ -139,7 +253,9 @@ class PublicationPool:
         if free:
             return min(free, key=lambda s: s.publication.version if s.publication else -1)
         versions = sorted(s.publication.version for s in self._slots if s.publication)
-        raise WeightSyncError(f"publications {versions} are both still being pulled", cause="a lane is slower than the trainer")
+        raise WeightSyncError(
+            f"{self.peer}: publications {versions} are both still being pulled", cause="a lane is slower than the trainer"
+        )
 
 
 def bucket_digest(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> str:
@@ -148,8 +264,3 @@ def bucket_digest(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> st
     for offset, nbytes in ranges:
         digest.update(data[offset : offset + nbytes])
     return digest.hexdigest()
-
-
-def _spec(name: str, tensor: torch.Tensor, dtype: str | None) -> ParameterSpec:
-    own = str(tensor.dtype).removeprefix("torch.")
-    return ParameterSpec(name, dtype if dtype and tensor.is_floating_point() else own, tuple(tensor.shape))

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from posttrain.errors import WeightSyncError
+from posttrain.weights.deadline import start_thread, within
+from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
 from posttrain.weights.memory import Region, private_region, shared_region
 from posttrain.weights.plan import Bucket, coverage_problems
@@ -23,110 +26,189 @@ from posttrain.weights.transport import Staged, Transport
 if TYPE_CHECKING:
     from posttrain.rollout.engine import Engine
 
+GRACE_S = 2.0
+"""How long a pull may go on after it was told to stop before its transport is closed under it."""
+
+CLOSE_S = 30.0
+"""How long an engine that is to be replaced may take to close."""
+
 
 class Receiver:
-    """`lane` says what may happen, this does it. `proved`: a canary agreed with this engine since it was started."""
+    """The `LaneEnd` of an engine in this process. `lane` says what may happen, this does it."""
 
-    def __init__(self, engine: Engine, transport: Transport, *, name: str = "rollout-0", compare_bytes: bool = False) -> None:
-        self.engine, self.lane = engine, Lane(name)
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        name: str = "rollout-0",
+        compare_bytes: bool = False,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.engine, self.name, self.lane = engine, name, Lane(name)
         self.proved = False
-        self._compare = compare_bytes
+        self._compare, self._grace_s = compare_bytes, grace_s
         self._transport = transport.fresh()
         self._staging: Region | None = None
         self._staged: Staged | None = None
+        self._pulling: asyncio.Future[None] | None = None
+        self._thread: asyncio.Future[None] | None = None
+        self._bucket: Bucket | None = None
+        self._stop_cause: str | None = None
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
         """Pull and verify every bucket while the engine generates; ends with the lane's vote.
 
-        Raises WeightSyncError naming the bucket; the lane is then aborted and the engine untouched.
+        Raises PeerFailure naming the bucket; the lane is then aborted and the engine untouched.
         """
-        lane, epoch, plan = self.lane, self.lane.epoch + 1, publication.plan
+        lane, plan = self.lane, publication.plan
+        await self._stop("another update began")
+        self._bucket, self._stop_cause, self._staged = None, None, None
         try:
-            if lane.plan is None or lane.plan.digest != plan.digest:
-                self._check_coverage(publication)
-                lane.set_bucket_plan(plan)
-            lane.begin_weight_update(epoch, publication.version)
+            epoch = self._open(publication)
             staging = self._staging_for(plan.nbytes)
-            async with asyncio.timeout(timeout):
-                for bucket in plan.buckets:
-                    await asyncio.to_thread(self._pull, publication, bucket, staging)
-                    lane.stage(epoch, bucket.index)
+            self._pulling = asyncio.ensure_future(self._pull_all(publication, epoch, staging))
+            await within(self._pulling, timeout)
             lane.vote(epoch)
             self._staged = Staged(publication.version, epoch, plan, publication.digests, staging)
         except TimeoutError as exc:
-            self._drop_transport()
-            lane.abort(f"staging took longer than {timeout:.0f} s")
-            raise WeightSyncError(
-                f"lane {lane.name}: publication {publication.version} was not staged within {timeout:.0f} s",
-                fix="raise weights.stage_timeout_s, or look at the machine that publishes", code="deadline",
-            ) from exc  # fmt: skip
-        except BaseException as exc:
+            await self._settle(grace_s=0.0)
+            lane.abort(f"staging took longer than {timeout:.3g} s")
+            raise self._late(publication, timeout) from exc
+        except asyncio.CancelledError:
+            await self._settle(grace_s=self._grace_s)
+            lane.abort(self._stop_cause or "cancelled")
+            if self._stop_cause is None:
+                raise
+            raise PeerFailure(
+                f"lane {self.name}: stopped: {self._stop_cause}", peer=self.name, phase="stage", stopped=True
+            ) from None
+        except Exception as exc:
             lane.abort(str(exc) or type(exc).__name__)
-            raise
+            raise as_failure(
+                exc, peer=self.name, phase="stage", message=f"lane {self.name}: publication {publication.version} was not staged"
+            ) from exc
 
     async def commit(self, *, timeout: float) -> None:
-        """Pause, apply, resume. Raises WeightSyncError; from the first written byte on, a failure makes the lane invalid."""
-        staged, lane = self._staged, self.lane
+        """Pause, apply, resume. Raises PeerFailure; from the first written byte on, a failure makes the lane invalid."""
+        staged = self._staged
         if staged is None:
-            raise WeightSyncError(f"lane {lane.name}: commit without a staged publication")
+            raise PeerFailure(f"lane {self.name}: commit without a staged publication", peer=self.name, phase="apply")
+        what = f"lane {self.name}: version {staged.version} was not applied"
         try:
-            async with asyncio.timeout(timeout):
-                await self.engine.pause()
-                lane.apply(staged.epoch)
-                await self.engine.apply(staged)
-                in_place = self.engine.weight_version()
-                if in_place != staged.version:
-                    raise WeightSyncError(f"the engine says version {in_place} after applying {staged.version}")
-                lane.finish_weight_update(staged.epoch)
-                await self.engine.resume()
+            await within(self._apply(staged), timeout)
         except TimeoutError as exc:
-            await self._fail(f"pause, apply and resume took longer than {timeout:.0f} s")
-            raise WeightSyncError(
-                f"lane {lane.name}: version {staged.version} was not applied within {timeout:.0f} s",
+            await self._fail(f"pause, apply and resume took longer than {timeout:.3g} s")
+            raise PeerFailure(
+                f"{what} within {timeout:.3g} s", peer=self.name, phase="apply",
                 fix="raise weights.apply_timeout_s, or read the engine's log", code="deadline",
             ) from exc  # fmt: skip
         except BaseException as exc:
             await self._fail(str(exc) or type(exc).__name__)
-            raise
+            if not isinstance(exc, Exception):
+                raise
+            raise as_failure(exc, peer=self.name, phase="apply", message=what) from exc
         finally:
             self._staged = None
 
-    def abort(self, cause: str) -> None:
-        """Another lane failed: forget what is staged. The engine goes on with its old weights."""
-        self.lane.abort(cause)
+    async def abort(self, cause: str) -> None:
+        """Stop pulling, within a bucket, and forget what is staged. Idempotent; the engine goes on with its old weights.
+
+        An update that is being applied cannot be undone: the lane becomes invalid. After a commit this does nothing.
+        """
+        await self._stop(cause)
         self._staged = None
+        if self.lane.under_way:
+            applying = self.lane.state == "applying"
+            self.lane.abort(cause)
+            if applying:
+                self.engine.invalidate(cause)
 
     async def rebuild(self) -> None:
         """A new engine in place of an invalid one, without weights."""
-        await self.engine.close()
-        self._drop_transport()
+        await self._stop("the engine is rebuilt")
+        with contextlib.suppress(Exception):  # what is broken may fail to close; the new one is what matters
+            await within(self.engine.close(), CLOSE_S)
+        await self._drop_transport()
         await self.engine.start()
         self.lane.rebuild()
         self.proved = False
 
-    def close(self) -> None:
-        self._transport.close()
-        if self._staging is not None:
-            self._staging.release()
-            self._staging = None
+    async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of a probe under the weights in place."""
+        return await self.engine.logprobs(sequences)
 
-    async def _fail(self, cause: str) -> None:
-        self.lane.abort(cause)
-        if self.lane.state == "invalid":
-            self.engine.invalidate(cause)
-        else:  # nothing was written: let the engine go on with what it has
-            with contextlib.suppress(Exception):
-                await self.engine.resume()
+    async def invalidate(self, cause: str) -> None:
+        """Refuse to generate until rebuilt."""
+        self.lane.invalidate(cause)
+        self.engine.invalidate(cause)
 
-    def _check_coverage(self, publication: Publication) -> None:
-        expected = self.engine.parameters()
-        problems = coverage_problems(publication.plan, expected) if expected is not None else []
-        if problems:
-            headline = f"lane {self.lane.name}: publication {publication.version} does not fit the engine's model:"
-            raise WeightSyncError(
-                "\n  ".join([headline, *problems]),
-                cause="policy and engine are not built from the same model folder", code="coverage", retryable=False,
-            )  # fmt: skip
+    async def close(self) -> None:
+        """Give back staging and transport; idempotent. The engine is closed by whoever started it."""
+        await self._stop("the lane is closed")
+        await self._drop_transport()
+
+    # ---- phase 1
+
+    def _open(self, publication: Publication) -> int:
+        lane, plan = self.lane, publication.plan
+        if lane.plan is None or lane.plan.digest != plan.digest:
+            self._check_coverage(publication)
+            lane.set_bucket_plan(plan)
+        epoch = lane.epoch + 1
+        lane.begin_weight_update(epoch, publication.version)
+        return epoch
+
+    async def _pull_all(self, publication: Publication, epoch: int, staging: Region) -> None:
+        for bucket in publication.plan.buckets:
+            self._bucket = bucket
+            self._thread = start_thread(self._pull, publication, bucket, staging)
+            try:
+                await asyncio.shield(self._thread)
+            except Exception as exc:
+                raise self._bucket_failure(publication, bucket, exc) from exc
+            self.lane.stage(epoch, bucket.index)
+
+    def _pull(self, publication: Publication, bucket: Bucket, staging: Region) -> None:
+        """Runs in a thread."""
+        handle, ranges = publication.handles[bucket.rank], [(p.target, p.nbytes) for p in bucket.pieces]
+        self._transport.pull(handle, bucket.pieces, staging)
+        if bucket_digest(staging.buffer, ranges) != publication.digests[bucket.index]:
+            raise WeightSyncError("arrived damaged", cause="its digest is not the publisher's")
+        if self._compare:
+            again = private_region(staging.nbytes)
+            self._transport.pull(handle, bucket.pieces, again)
+            for start, nbytes in ranges:
+                if not torch.equal(again.buffer[start : start + nbytes], staging.buffer[start : start + nbytes]):
+                    raise WeightSyncError("differs from what was published", cause="weights.verify_weight_values read it twice")
+
+    async def _stop(self, cause: str) -> None:
+        """End a running `stage`; returns when nothing writes to the staging memory any more."""
+        if self._pulling is not None and not self._pulling.done():
+            self._stop_cause = cause
+            self._pulling.cancel()
+            await self._settle(grace_s=self._grace_s)
+
+    async def _settle(self, *, grace_s: float) -> None:
+        """Let the running pull end; after `grace_s` give up its transport and the memory that it writes to."""
+        thread = self._thread
+        if thread is not None and not thread.done():
+            await asyncio.wait({thread}, timeout=grace_s)
+            if not thread.done():
+                await self._drop_transport()
+        self._thread = None
+
+    async def _drop_transport(self) -> None:
+        old, staging = self._transport, self._staging
+        self._transport, self._staging = old.fresh(), None
+
+        def drop() -> None:
+            old.close()
+            if staging is not None:
+                staging.release()
+
+        with contextlib.suppress(TimeoutError):
+            await within(start_thread(drop), self._grace_s)
 
     def _staging_for(self, nbytes: int) -> Region:
         if self._staging is None or self._staging.nbytes < nbytes:
@@ -136,24 +218,62 @@ class Receiver:
             self._transport.register(self._staging)
         return self._staging
 
-    def _pull(self, publication: Publication, bucket: Bucket, staging: Region) -> None:
-        handle, ranges = publication.handles[bucket.rank], [(p.target, p.nbytes) for p in bucket.pieces]
-        self._transport.pull(handle, bucket.pieces, staging)
-        if bucket_digest(staging.buffer, ranges) != publication.digests[bucket.index]:
+    def _check_coverage(self, publication: Publication) -> None:
+        expected = self.engine.parameters()
+        problems = coverage_problems(publication.plan, expected) if expected is not None else []
+        if problems:
+            headline = f"lane {self.name}: publication {publication.version} does not fit the engine's model:"
             raise WeightSyncError(
-                f"lane {self.lane.name}: bucket {bucket.index} of publication {publication.version} arrived damaged",
-                cause=f"its digest is not the publisher's (rank {bucket.rank}: {bucket.pieces[0].name} …)",
-            )
-        if self._compare:
-            again = private_region(staging.nbytes)
-            self._transport.pull(handle, bucket.pieces, again)
-            for start, nbytes in ranges:
-                if not torch.equal(again.buffer[start : start + nbytes], staging.buffer[start : start + nbytes]):
-                    raise WeightSyncError(f"lane {self.lane.name}: bucket {bucket.index} differs from what was published")
+                "\n  ".join([headline, *problems]),
+                cause="policy and engine are not built from the same model folder", code="coverage", retryable=False,
+            )  # fmt: skip
 
-    def _drop_transport(self) -> None:
-        self._transport.close()
-        self._transport = self._transport.fresh()
-        if self._staging is not None:
-            self._staging.release()
-            self._staging = None
+    def _bucket_failure(self, publication: Publication, bucket: Bucket, exc: Exception) -> PeerFailure:
+        known = isinstance(exc, WeightSyncError)
+        what = exc.message if isinstance(exc, WeightSyncError) else "was not pulled"
+        return PeerFailure(
+            f"lane {self.name}: bucket {bucket.index} of publication {publication.version} {what}",
+            peer=self.name,
+            phase="stage",
+            bucket=bucket.index,
+            where=_place(bucket),
+            cause=exc.cause if known else first_exception(exc),  # type: ignore[attr-defined]
+            fix=exc.fix if known else out_of_memory_fix(exc),  # type: ignore[attr-defined]
+        )
+
+    def _late(self, publication: Publication, timeout: float) -> PeerFailure:
+        bucket = self._bucket
+        return PeerFailure(
+            f"lane {self.name}: publication {publication.version} was not staged within {timeout:.3g} s",
+            peer=self.name,
+            phase="stage",
+            bucket=bucket.index if bucket is not None else None,
+            where=_place(bucket) if bucket is not None else "",
+            cause=f"bucket {bucket.index} had not arrived" if bucket is not None else "",
+            fix="raise weights.stage_timeout_s, or look at the machine that publishes",
+            code="deadline",
+        )
+
+    # ---- phase 2
+
+    async def _apply(self, staged: Staged) -> None:
+        await self.engine.pause()
+        self.lane.apply(staged.epoch)
+        await self.engine.apply(staged)
+        in_place = self.engine.weight_version()
+        if in_place != staged.version:
+            raise WeightSyncError(f"the engine of lane {self.name} says version {in_place} after applying {staged.version}")
+        self.lane.finish_weight_update(staged.epoch)
+        await self.engine.resume()
+
+    async def _fail(self, cause: str) -> None:
+        self.lane.abort(cause)
+        if self.lane.state == "invalid":
+            self.engine.invalidate(cause)
+        else:  # nothing was written: let the engine go on with what it has
+            with contextlib.suppress(Exception):
+                await within(self.engine.resume(), self._grace_s)
+
+
+def _place(bucket: Bucket) -> str:
+    return f"bucket {bucket.index} of policy rank {bucket.rank} ({bucket.pieces[0].name} …)"

@@ -1,0 +1,55 @@
+"""A failure of one peer of a weight update: who, in which phase, at which bucket, and what was raised first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from posttrain.errors import WeightSyncError
+
+Phase = Literal["publish", "stage", "apply", "canary"]
+
+
+class PeerFailure(WeightSyncError):
+    """peer: lane or policy rank     bucket: its index in the plan, where there is one     at: wall clock of the failure, seconds
+
+    `stopped`: the peer did not fail itself, it was told to stop because another one had.
+    """
+
+    def __init__(
+        self, message: str, *, peer: str, phase: Phase, bucket: int | None = None, stopped: bool = False, **details: Any
+    ) -> None:
+        super().__init__(message, **details)
+        self.peer, self.phase, self.bucket, self.stopped, self.at = peer, phase, bucket, stopped, time.time()
+
+
+def as_failure(exc: BaseException, *, peer: str, phase: Phase, message: str) -> PeerFailure:
+    """`exc` as a failure of `peer`; one that names its peer is left as it is, another keeps its cause, fix and code."""
+    if isinstance(exc, PeerFailure):
+        return exc
+    if isinstance(exc, WeightSyncError):
+        kept: dict[str, Any] = {
+            "cause": exc.cause,
+            "fix": exc.fix,
+            "where": exc.where,
+            "code": exc.code,
+            "retryable": exc.retryable,
+        }
+        text = exc.message if peer in exc.message else f"{peer}: {exc.message}"
+        failure = PeerFailure(text, peer=peer, phase=phase, **kept)
+    else:
+        failure = PeerFailure(message, peer=peer, phase=phase, cause=first_exception(exc), fix=out_of_memory_fix(exc))
+    failure.__cause__ = exc
+    return failure
+
+
+def first_exception(exc: BaseException) -> str:
+    """The exception in one line, as causes quote it."""
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+
+
+def out_of_memory_fix(exc: BaseException) -> str:
+    """What to change when memory ran out during an update; empty for every other failure."""
+    text = str(exc)
+    ran_out = isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+    return "lower weights.max_concurrent_lanes (lanes that pull at once) or weights.bucket_bytes" if ran_out else ""
