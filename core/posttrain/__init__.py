@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from posttrain.data.environment import EpisodeState as EpisodeState
     from posttrain.data.packer import DataPacker as DataPacker
     from posttrain.data.packer import init_data_packer as init_data_packer
+    from posttrain.data.source import DataOptions as DataOptions
+    from posttrain.data.source import load_rows as load_rows
+    from posttrain.data.source import open_rows as open_rows
     from posttrain.hooks.hook import Hook as Hook
     from posttrain.loop.api import train as train
     from posttrain.loop.result import RunResult as RunResult
@@ -44,6 +47,7 @@ _HOMES = {
     "posttrain.config.schema": ("RunConfig",),
     "posttrain.data.environment": ("Environment", "EpisodeState"),
     "posttrain.data.packer": ("DataPacker", "init_data_packer"),
+    "posttrain.data.source": ("DataOptions", "load_rows", "open_rows"),
     "posttrain.hooks.hook": ("Hook",),
     "posttrain.loop.api": ("train",),
     "posttrain.loop.result": ("RunResult",),

@@ -271,7 +271,7 @@ def test_load_rows_brings_both_splits_for_a_factory(folder: Path) -> None:
     from posttrain.data.dataset import rows_of
 
     write("my.jsonl", ROWS)
-    splits = rows_of("posttrain.data.source:load_rows", {"data": "my.jsonl", "test_size": 5, "columns": {"problem": "question"}})
+    splits = rows_of("posttrain.load_rows", {"data": "my.jsonl", "test_size": 5, "columns": {"problem": "question"}})
     assert len(splits["train"]) == 25 and len(splits["test"]) == 5 and "problem" in splits["train"][0]
     with pytest.raises(ConfigError, match="rl.data.factory_kwargs.colums"):
         load_rows("my.jsonl", colums={})
@@ -282,9 +282,9 @@ def test_an_environment_s_options_are_read_without_importing_it(folder: Path, mo
     from posttrain.plugins.card import read_card
 
     Path("mine_env.py").write_text(
-        "import not_installed\nfrom dataclasses import dataclass\nfrom posttrain.data.source import DataOptions\n"
-        "from posttrain.data.environment import Environment\nclass Mine(Environment):\n    'Mine.'\n"
-        "    @dataclass(frozen=True, kw_only=True)\n    class Options(DataOptions):\n        lenient: bool = False  # or not\n"
+        "import not_installed\nfrom dataclasses import dataclass\nfrom posttrain import DataOptions, Environment\n"
+        "class Mine(Environment):\n    'Mine.'\n    @dataclass(frozen=True, kw_only=True)\n"
+        "    class Options(DataOptions):\n        lenient: bool = False  # or not\n"
     )
     monkeypatch.syspath_prepend(str(folder))
     card = read_card("mine_env:Mine")

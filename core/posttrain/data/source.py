@@ -6,7 +6,7 @@
 
 An environment whose `Options` inherit `DataOptions` returns `open_rows(self.options, split)` from `dataset(split)`. What each
 row must have is named in `required`; a row without it is a DataError with the file, the line and the fix. Any environment can be
-fed from a file by `rl.data.factory=posttrain.data.source:load_rows`.
+fed from a file by `rl.data.factory=posttrain.load_rows`. These three names are public: `from posttrain import DataOptions`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def open_rows(options: DataOptions, split: Split, *, required: Sequence[str] = (
 def load_rows(data: Any = None, **options: Any) -> dict[str, View]:
     """Both splits of any data, for `rl.data.factory`; the arguments are the fields of `DataOptions`.
 
-        rl.data.factory=posttrain.data.source:load_rows
+        rl.data.factory=posttrain.load_rows
         'rl.data.factory_kwargs={data: my.jsonl, columns: {problem: question}}'
     """
     from posttrain.plugins.build import build_options

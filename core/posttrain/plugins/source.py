@@ -50,7 +50,7 @@ class Scope:
 
     def class_named(self, name: str) -> Found | None:
         """The class bound to `name` at the top level: defined here, or imported by `from … import`."""
-        for statement in reversed(self.tree.body):
+        for statement in reversed(self._statements()):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return self, statement
             if isinstance(statement, ast.ImportFrom):
@@ -92,7 +92,7 @@ class Scope:
 
     def _module_named(self, text: str) -> Scope | None:
         """The module that a dotted text names through the imports of this file."""
-        for statement in self.tree.body:
+        for statement in self._statements():
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
                     if (alias.asname or alias.name) == text:
@@ -102,6 +102,10 @@ class Scope:
                     if (alias.asname or alias.name) == text:
                         return self._open(f"{self._absolute(statement)}.{alias.name}")
         return None
+
+    def _statements(self) -> list[ast.stmt]:
+        """Those at the top level; of an `if`, such as TYPE_CHECKING, its own."""
+        return [one for node in self.tree.body for one in (node.body if isinstance(node, ast.If) else [node])]
 
     def _absolute(self, statement: ast.ImportFrom) -> str:
         """The module that a `from … import` names, relative ones made absolute."""
