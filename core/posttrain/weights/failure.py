@@ -17,7 +17,14 @@ class PeerFailure(WeightSyncError):
     """
 
     def __init__(
-        self, message: str, *, peer: str, phase: Phase, bucket: int | None = None, stopped: bool = False, **details: Any
+        self,
+        message: str,
+        *,
+        peer: str = "",
+        phase: Phase = "stage",
+        bucket: int | None = None,
+        stopped: bool = False,
+        **details: Any,
     ) -> None:
         super().__init__(message, **details)
         self.peer, self.phase, self.bucket, self.stopped, self.at = peer, phase, bucket, stopped, time.time()

@@ -34,7 +34,9 @@ class InprocTransport(Transport):
     def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
         source = _slots.get(handle["slot"])
         if source is None or not source.nbytes:
-            raise WeightSyncError(f"slot {handle['slot']} is not in this process", cause="it was closed, or is another process's")
+            raise WeightSyncError(
+                f"was not pulled: slot {handle['slot']} is not in this process", cause="it was closed, or is another process's"
+            )
         copy_pieces(source.buffer, pieces, into.buffer)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from posttrain.errors import RunAborted, WeightSyncError
@@ -69,6 +70,15 @@ class LaneEnd(Protocol):
         """Give back all memory; idempotent."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """A publication on its way, with the trainer's log-probs of the canary's probe at its weights (None: no canary is due)."""
+
+    publication: Publication
+    expected: list[list[float]] | None
+    metrics: dict[str, float]
+
+
 class WeightPlane:
     """Brings engines to the policy's weights, one version after the other.
 
@@ -109,11 +119,20 @@ class WeightPlane:
 
         Raises WeightSyncError naming the lane, the policy rank, the bucket and the first exception.
         """
+        return await self.deliver(await self.publish(version))
+
+    async def publish(self, version: int) -> Update:
+        """Snapshot the current weights, and what a canary needs of them. When this returns, training may go on."""
+        began = time.perf_counter()
+        publication = await self._publish(version)
+        metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
+        return Update(publication, await self._expected_of_canary(), metrics)
+
+    async def deliver(self, update: Update) -> dict[str, float]:
+        """Bring every engine to a publication; of two that wait, a third replaces the older one."""
+        publication, metrics = update.publication, dict(update.metrics)
+        version = publication.version
         async with self._busy:
-            began = time.perf_counter()
-            publication = await self._publish(version)
-            metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
-            expected = await self._expected_of_canary()
             await self._bounded(self.publisher.hold(version), "publish", f"publication {version} was not held")
             try:
                 await self._phase("time/stage_s", metrics, self._stage(publication))
@@ -122,8 +141,8 @@ class WeightPlane:
                 with contextlib.suppress(Exception):  # a rank that died holds nothing; what happened to it is said elsewhere
                     await within(self.publisher.release(version), self.config.abort_timeout_s)
             self.version, self._commits = version, self._commits + 1
-            if expected is not None:
-                await self._phase("time/canary_s", metrics, self._check_canary(expected, metrics))
+            if update.expected is not None:
+                await self._phase("time/canary_s", metrics, self._check_canary(update.expected, metrics))
             return metrics
 
     async def close(self) -> None:

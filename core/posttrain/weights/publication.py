@@ -107,8 +107,8 @@ class PublicationPool:
     ) -> None:
         self._transport, self._bucket_bytes, self._dtype, self._shards, self.rank = transport, bucket_bytes, dtype, shards, rank
         self._slots: list[_Slot] = []
-        self._writing = threading.Lock()
-        self._unwanted: set[int] = set()
+        self._writing, self._state = threading.Lock(), threading.Lock()
+        self._unwanted: int | None = None
         self.plan: BucketPlan | None = None
         self.version = -1
 
@@ -138,25 +138,30 @@ class PublicationPool:
         if not self._writing.acquire(blocking=False):
             raise WeightSyncError(f"{self.peer}: the publication before {version} is still being written")
         try:
-            self._unwanted.discard(version)
+            self._unwanted = None
             slot = self._free_slot()
             slot.publication, slot.pulled = None, False
             self._fill(slot.region.buffer, version, weights)
-            digests = self._digests(slot.region.buffer)
-            self._go_on(version)
-            slot.publication = Publication(version, self.plan, digests, {self.rank: slot.handle})
-            self.version = version
-            return slot.publication
+            publication = Publication(version, self.plan, self._digests(slot.region.buffer), {self.rank: slot.handle})
+            with self._state:
+                self._go_on(version)
+                slot.publication, self.version = publication, version
+            return publication
         finally:
             self._writing.release()
 
-    def retract(self, version: int) -> None:
-        """Take back `version`, which nobody was told of: its slot is free again, and one that is still being written stops."""
-        self._unwanted.add(version)
-        for slot in self._slots:
-            if slot.publication is not None and slot.publication.version == version and not slot.holders:
-                slot.publication = None
-                self.version = version - 1
+    def retract(self, version: int, *, timeout: float = 0.0) -> None:
+        """Take back `version`, which nobody was told of: its slot is free again, and one that is being written stops.
+
+        Waits at most `timeout` seconds for the writer, so that the version can be published again.
+        """
+        with self._state:
+            self._unwanted = version
+            for slot in self._slots:
+                if slot.publication is not None and slot.publication.version == version and not slot.holders:
+                    slot.publication, self.version = None, version - 1
+        if timeout and self._writing.acquire(timeout=timeout):
+            self._writing.release()
 
     def hold(self, version: int) -> None:
         """A lane starts to pull `version`: its slot stays as it is until released."""
@@ -221,7 +226,7 @@ class PublicationPool:
         )
 
     def _go_on(self, version: int) -> None:
-        if version in self._unwanted:
+        if version == self._unwanted:
             raise WeightSyncError(f"{self.peer}: publication {version} was stopped", code="stopped")
 
     def _changed(self, weight: LocalWeight, spec: ParameterSpec) -> WeightSyncError:

@@ -19,6 +19,10 @@ LocalSource = Callable[[], Iterable[LocalWeight]]
 dtype that they are stored in; the pool casts them while it copies."""
 
 
+STOP_S = 2.0
+"""How long a copy may go on after it was told to stop."""
+
+
 class Publisher(Protocol):
     """Publications are immutable from `publish` until they are released (held) or replaced (never held)."""
 
@@ -62,7 +66,7 @@ class LocalPublisher:
         return self.pool.publish(version, self._source())
 
     async def retract(self, version: int) -> None:
-        self.pool.retract(version)
+        await in_thread(lambda: self.pool.retract(version, timeout=STOP_S))
 
     async def hold(self, version: int) -> None:
         self.pool.hold(version)
@@ -77,7 +81,7 @@ class LocalPublisher:
 class GroupPublisher:
     """All ranks of a sharded policy. The first that fails is named, and the others take back what they published."""
 
-    def __init__(self, ranks: Sequence[RankEnd], *, stop_timeout_s: float = 10.0) -> None:
+    def __init__(self, ranks: Sequence[RankEnd], *, stop_timeout_s: float = 2 * STOP_S) -> None:
         self.ranks, self._stop_timeout_s = list(ranks), stop_timeout_s
 
     async def publish(self, version: int) -> Publication:
