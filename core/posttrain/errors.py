@@ -137,6 +137,12 @@ class RunAborted(PosttrainError, RuntimeError):
     code, exit_code = "aborted", EXIT_ABORTED
 
 
+class OutOfMemory(RunAborted, MemoryError):
+    """A role ran out of host or device memory."""
+
+    code = "oom"
+
+
 class RunInterrupted(PosttrainError, RuntimeError):
     """The run stopped for a reason that may pass (a dead process, a full disk): resume it."""
 
@@ -204,6 +210,13 @@ CATALOGUE: dict[str, Entry] = {
         "per-replica rendezvous not run (need ranks=TP>1 on GPU)",
         "rollout.tensor_parallel_size > 1 under the local backend",
         "vLLM with tensor parallelism needs grid.backend=ray; local is the TP=1 path",
+        f"{_TROUBLE}#placement-and-process-group-errors",
+    ),
+    "E5": Entry(
+        RunAborted,
+        "policy cells disagree on needs_old_logprobs() ({answers})",
+        "the policy's ranks were not built alike: another config, objective or version of a plug-in on one of them",
+        "bring every node to the same code and config, then start again; a retry changes nothing",
         f"{_TROUBLE}#placement-and-process-group-errors",
     ),
     "E6": Entry(

@@ -15,7 +15,7 @@ from posttrain.loop.cohort import Batch, Cohort
 from posttrain.loop.controller import Controller, LoopState
 from posttrain.loop.pairs import Pairs, check_pairs
 from posttrain.objective import build_objective
-from posttrain.policy.partition import micro_batches, mini_batches
+from posttrain.policy.partition import deal_atoms, micro_batches
 from posttrain.testing.tiny_model import write_tiny_model
 from posttrain.types import Group
 from posttrain_datapackers.preference import PreferencePacker
@@ -94,7 +94,7 @@ def test_no_part_of_a_batch_holds_half_a_pair(
     draws, made = groups(packer, ROWS + [{**ROWS[0], "id": str(i)} for i in range(4)])
     rows = make_batch(Cohort(1, draws, made), build_objective("dpo"), packer, discard_tied=True).rows
     seen = []
-    for part in mini_batches(rows, n_mini):
+    for part in deal_atoms(rows, range(len(rows)), n_mini):
         for micro in micro_batches(rows, part, count=count, tokens=tokens, keep_groups=keep_groups):
             sides = sorted((rows[i].pair, rows[i].chosen) for i in micro)
             assert [chosen for _, chosen in sides] == [False, True] * (len(micro) // 2)

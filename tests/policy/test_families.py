@@ -66,7 +66,7 @@ def measure(objective: Any, model: Any, module: Any, rows: list[Any], packed: An
         seen.append(module(packed, entropy=entropy))
         return seen[-1]
 
-    loss, _ = objective.score(record, MicroBatch(rows, packed).inputs(Totals.of(rows)), entropy=True)
+    loss, _ = objective.score(record, MicroBatch(rows, packed, list(range(len(rows)))).inputs(Totals.of(rows)), entropy=True)
     return seen[0][0], loss, *torch.autograd.grad(loss, list(model.parameters()))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.policy.partition import atoms, deal, micro_batches, mini_batches, shared_tokens, total_tokens
+from posttrain.policy.partition import atoms, deal, deal_atoms, micro_batches, shared_tokens, total_tokens
 from posttrain.policy.rows import Row
 
 LAW = settings(max_examples=80, deadline=None, derandomize=True)
@@ -57,11 +57,11 @@ def test_deal_refuses_no_parts():
         deal(3, 0)
 
 
-def test_mini_batches_keep_a_scattered_pair_together_and_the_order_otherwise():
+def test_parts_keep_a_scattered_pair_together_and_the_order_otherwise():
     rows = [row(3, pair=0), row(3), row(3, pair=0), row(3), row(3)]
     assert atoms(rows, range(5)) == [[0, 2], [1], [3], [4]]
-    assert mini_batches(rows, 2) == [[0, 2, 1], [3, 4]]
-    assert mini_batches(rows, 5) == [[0, 2], [1], [3], [4], []]
+    assert deal_atoms(rows, range(len(rows)), 2) == [[0, 2, 1], [3, 4]]
+    assert deal_atoms(rows, range(len(rows)), 5) == [[0, 2], [1], [3], [4], []]
 
 
 def test_by_count_rows_keep_their_order_whatever_their_length():
@@ -113,8 +113,8 @@ def test_a_limit_that_holds_nothing_is_refused(count, tokens, what):
 
 @LAW
 @given(rows=batches(), n_mini=st.integers(1, 6))
-def test_mini_batches_hold_every_atom_once_whole_and_in_order(rows, n_mini):
-    parts = mini_batches(rows, n_mini)
+def test_parts_hold_every_atom_once_whole_and_in_order(rows, n_mini):
+    parts = deal_atoms(rows, range(len(rows)), n_mini)
     assert sorted(flat(parts)) == list(range(len(rows)))
     assert flat(parts) == flat(atoms(rows, range(len(rows))))
     assert all(whole_atoms(rows, part) for part in parts)
@@ -128,7 +128,7 @@ def test_mini_batches_hold_every_atom_once_whole_and_in_order(rows, n_mini):
 )
 def test_micro_batches_hold_every_atom_once_within_the_limit(rows, n_mini, count, tokens, keep):
     measure = len if count else (shared_tokens if keep else total_tokens)
-    for part in mini_batches(rows, n_mini):
+    for part in deal_atoms(rows, range(len(rows)), n_mini):
         pieces = micro_batches(rows, part, count=count, tokens=tokens, keep_groups=keep)
         assert sorted(flat(pieces)) == sorted(part) and all(pieces)
         for piece in pieces:

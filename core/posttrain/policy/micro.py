@@ -29,12 +29,21 @@ class Totals:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward. `old` and `reference` are log-probs `[T]` recorded before the first optimizer step."""
+    """One forward and backward. `old` and `reference` are log-probs `[T]` recorded before the first optimizer step.
+
+    indices: of its rows in the batch; none: an idle one, which only keeps this rank beside others that have one more.
+    """
 
     rows: list[Row]
     packed: PackedRows
+    indices: list[int]
     old: Tensor | None = field(default=None)
     reference: Tensor | None = field(default=None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it weighs nothing."""
+        return not self.indices
 
     def inputs(self, totals: Totals) -> TokenInputs:
         """What `Objective.score` takes: `T` trained tokens, so its mask is true everywhere."""

@@ -1,8 +1,8 @@
 """The policy's one Module: body, shared prefix and head in one forward, log-probs out.
 
-Nobody calls a submodule from outside, so the module can be the root of FSDP. The body runs in evaluation mode (no dropout),
-without a KV cache and without an attention mask; the head is `token_logprobs`, so the logits of a micro-batch never exist
-whole and prompt positions never reach the head.
+Nobody calls a submodule from outside, so the module is the root of FSDP (`posttrain.policy.sharding`). The body runs in
+evaluation mode (no dropout), without a KV cache and without an attention mask; the head is `token_logprobs`, so the logits of
+a micro-batch never exist whole and prompt positions never reach the head.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class PolicyModule(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    def plain_logits(self, input_ids: Tensor) -> Tensor:
+        """The model's own logits `[B, L, V]` of token ids `[B, L]`, every row whole: for the probe."""
+        with self._autocast():
+            return self.model(input_ids=input_ids, use_cache=False).logits  # type: ignore[no-any-return]
+
     def pack(self, rows: list[Row]) -> PackedRows:
         """Lay out `rows` for `forward`."""
         return pack_rows(rows, shared_prefix=self.shared_prefix, device=self.device)
@@ -81,7 +86,8 @@ class PolicyModule(nn.Module):
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.compute_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, self.compute_dtype)
+        # Without its cache: that would keep a narrow copy of every layer's weights until the body is through.
+        return torch.autocast(self.device.type, self.compute_dtype, cache_enabled=False)
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -11,6 +11,7 @@ are. So bf16 storage needs a wider copy of the weights, which `MasterWeights` ho
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from torch.nn import Parameter
 
 from posttrain.config.schema import RLConfig
 from posttrain.errors import ConfigError, error
+from posttrain.policy.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +71,21 @@ def build_optimizer(rl: RLConfig, parameters: Iterable[Parameter]) -> torch.opti
 
 
 def clip_and_step(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter], grad_clip: float | None
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter], grad_clip: float | None, ranks: Ranks = ALONE
 ) -> StepOutcome:
-    """One step with gradients scaled down to the global norm `grad_clip` (None: as they are), then cleared.
+    """One step with gradients scaled down to the global norm `grad_clip` (None: as they are), then cleared. Collective.
 
-    The norm is measured in float32 or wider in either case. When it is not finite nothing moves: weights, moments and the
-    optimizer's own step count stay, the gradients are cleared and the outcome says `skipped`.
+    parameters: this rank's shards. The norm is over all of them, measured in float32 or wider in either case. When it is not
+    finite nothing moves on any rank: weights, moments and the optimizer's own step count stay, the gradients are cleared and
+    the outcome says `skipped`.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = _global_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
-    value = float(norm)
-    finite = bool(torch.isfinite(norm))
+    own = _norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
+    value = ranks.norm(float(own))
+    finite = math.isfinite(value)
     if finite:
         if grad_clip is not None and value > grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(with_grad, grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(with_grad, grad_clip, own.new_tensor(value))
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(grad_norm=value, skipped=not finite)
@@ -120,29 +123,32 @@ class MasterWeights(torch.optim.Optimizer):
             parameter.copy_(master)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, this one's learning rates, and the masters of the narrow parameters in order."""
+        """The inner optimizer's state, this one's learning rates, and the masters of the narrow parameters by their number."""
         return {
             "inner": self.inner.state_dict(),
             "lr": [group["lr"] for group in self.param_groups],
-            "masters": [master for _, master in self._narrow()],
+            "masters": self._numbered(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of an optimizer over the same parameters. Raises ValueError when it is of others."""
-        narrow, masters = self._narrow(), state_dict["masters"]
-        if [master.shape for _, master in narrow] != [saved.shape for saved in masters]:
-            raise ValueError(f"the state holds {len(masters)} masters; {len(narrow)} of other shapes or number are needed here")
+        own, masters = self._numbered(), state_dict["masters"]
+        if {number: m.shape for number, m in own.items()} != {number: m.shape for number, m in masters.items()}:
+            raise ValueError(f"the state holds {len(masters)} masters; {len(own)} of other shapes or number are needed here")
         self.inner.load_state_dict(state_dict["inner"])
         for group, lr in zip(self.param_groups, state_dict["lr"], strict=True):
             group["lr"] = lr
-        for (parameter, master), saved in zip(narrow, masters, strict=True):
-            master.copy_(saved)
-            parameter.copy_(master)
+        for number, master in own.items():
+            master.copy_(masters[number])
+            self.parameters[number].copy_(master)
 
     def _narrow(self) -> list[tuple[Parameter, Tensor]]:
+        return [(self.parameters[number], master) for number, master in self._numbered().items()]
+
+    def _numbered(self) -> dict[int, Tensor]:
         pairs = zip(self.parameters, self.masters, strict=True)
-        return [(parameter, master) for parameter, master in pairs if master is not parameter]
+        return {number: master for number, (parameter, master) in enumerate(pairs) if master is not parameter}
 
 
 def _wide(parameter: Parameter) -> Tensor:
@@ -174,7 +180,7 @@ def _fused_refusal(weights: list[Tensor]) -> str | None:
     return None
 
 
-def _global_norm(gradients: list[Tensor]) -> Tensor:
+def _norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]

@@ -46,6 +46,12 @@ class PackedRows:
     targets: Tensor
     lengths: list[int]
 
+    def fill(self, forwards: int) -> None:
+        """Add forwards of a single token that nothing reads, up to that number: ranks gather a layer's weights together."""
+        device = self.targets.device
+        while len(self.forwards) < forwards:
+            self.forwards.append(BodyInput(torch.zeros((1, 1), dtype=torch.long, device=device)))
+
 
 def pack_rows(rows: Sequence[Row], *, shared_prefix: bool, device: torch.device | None = None) -> PackedRows:
     """Lay out `rows` for the model: one row without padding, or padded batches sorted by length."""

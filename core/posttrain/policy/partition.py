@@ -1,7 +1,8 @@
 """How the rows of a batch become optimizer steps and micro-batches. Pure and deterministic: equal inputs, equal parts.
 
-    for part in mini_batches(rows, n_mini):                                                   # one optimizer step each
-        for micro in micro_batches(rows, part, count=None, tokens=4096, keep_groups=True):    # one forward and backward each
+    for part in deal_atoms(rows, range(len(rows)), n_mini):                                   # one optimizer step each
+        own = deal_atoms(rows, part, dp_world)[rank]                                          # this rank's share of it
+        for micro in micro_batches(rows, own, count=None, tokens=4096, keep_groups=True):     # one forward and backward each
             ...
 
 Everything is lists of indices into `rows`. An atom, a row or the rows of one preference pair, is never split. No part of
@@ -35,10 +36,10 @@ def atoms(rows: Sequence[Row], indices: Sequence[int]) -> list[Indices]:
     return _gather(indices, lambda i: ("row", i) if rows[i].pair is None else ("pair", rows[i].pair))
 
 
-def mini_batches(rows: Sequence[Row], n_mini: int) -> list[Indices]:
-    """Row indices of each of `n_mini` optimizer steps: atoms dealt in order, empty where there are fewer atoms than parts."""
-    whole = atoms(rows, range(len(rows)))
-    return [[i for k in share for i in whole[k]] for share in deal(len(whole), n_mini)]
+def deal_atoms(rows: Sequence[Row], indices: Sequence[int], parts: int) -> list[Indices]:
+    """`indices` dealt by whole atoms, in order, to optimizer steps or to ranks; empty where there are fewer atoms than parts."""
+    whole = atoms(rows, indices)
+    return [[i for k in share for i in whole[k]] for share in deal(len(whole), parts)]
 
 
 def micro_batches(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +16,29 @@ from posttrain.errors import ConfigError, PosttrainError, error
 from posttrain.policy.attention import plain_attention
 from posttrain.policy.module import PolicyModule
 from posttrain.policy.prefix import ATTENTION
+from posttrain.policy.ranks import ALONE, Ranks
 from posttrain.policy.rows import Row
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.5}
 """Largest accepted difference in nats, by the body's dtype; a leak across rows moves log-probs by far more."""
 
 
-def check_forward(module: PolicyModule) -> None:
-    """Compare the module's log-probs of one random batch with a plain forward of its model per row.
+def check_forward(module: PolicyModule, ranks: Ranks = ALONE) -> None:
+    """Compare the module's log-probs of one random batch with a plain forward of its model per row. Every rank computes them all.
 
     Catches what a family of models may do in its own way: positions, masks, a scaled or capped head, a layer that mixes
-    tokens of different rows. Raises ConfigError with the largest difference.
+    tokens of different rows. Raises ConfigError with the largest difference of all ranks.
     """
     rows = probe_rows(module.model.config.get_text_config())
     with torch.no_grad():
         wanted = torch.cat([plain_logprobs(module, row) for row in rows])
-        gap = float((module(module.pack(rows))[0] - wanted).abs().max())
+        gap = ranks.largest(float((module(module.pack(rows))[0] - wanted).abs().max()))
     limit = TOLERANCE[module.compute_dtype or next(module.parameters()).dtype]
     if gap <= limit:
         return
     family = module.model.config.model_type
     message = f"the policy computes other log-probs than model_type={family!r} itself: largest difference {gap:.3g} nats"
-    if module.shared_prefix and _padded_gap(module, rows, wanted) <= limit:
+    if module.shared_prefix and ranks.largest(_padded_gap(module, rows, wanted)) <= limit:
         raise ConfigError(
             message,
             cause="its attention has a term that the shared prefix does not reproduce",
@@ -93,28 +95,44 @@ def probe_rows(config: Any) -> list[Row]:
 
 def plain_logprobs(module: PolicyModule, row: Row) -> Tensor:
     """The row's log-probs by the Hugging Face model alone: one forward, its own logits, its own attention."""
-    autocast = torch.autocast(module.device.type, module.compute_dtype, enabled=module.compute_dtype is not None)
-    with transformers_attention(module), autocast:
-        output = module.model(input_ids=torch.tensor([row.input_ids], device=module.device), use_cache=False)
-    logits = output.logits[0].to(torch.promote_types(output.logits.dtype, torch.float32)) / module.temperature
+    with transformers_attention(module):
+        found = module.plain_logits(torch.tensor([row.input_ids], device=module.device))[0]
+    logits = found.to(torch.promote_types(found.dtype, torch.float32)) / module.temperature
     table = torch.log_softmax(logits, -1)
     return torch.stack([table[position - 1, row.input_ids[position]] for position in row.trained])
 
 
-def not_deterministic(model: Any, recorded: Tensor, current: Tensor) -> PosttrainError | None:
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Log-probs of an update's forward against the recorded ones: how many of how many moved, and by up to how many nats."""
+
+    moved: int
+    tokens: int
+    gap: float
+
+    @classmethod
+    def of(cls, recorded: Tensor, current: Tensor) -> Drift:
+        return cls(int((recorded != current).sum()), len(recorded), float((recorded - current).abs().max()))
+
+    @classmethod
+    def all(cls, drifts: Sequence[Drift]) -> Drift:
+        """Those of several micro-batches or ranks as one."""
+        gap = max((drift.gap for drift in drifts), key=lambda gap: (gap != gap, gap), default=0.0)
+        return cls(sum(drift.moved for drift in drifts), sum(drift.tokens for drift in drifts), gap)
+
+
+def not_deterministic(model: Any, drift: Drift) -> PosttrainError | None:
     """E8 when a forward of the update moved at unchanged weights; None when every log-prob is the recorded one."""
-    moved = int((recorded != current).sum())
-    if not moved:
+    if not drift.moved:
         return None
     config = model.config.get_text_config()
     experts = max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     routed = experts > 1
-    gap = float((recorded - current).abs().max())
     return error(
         "E8",
-        share=f"{moved / len(recorded):.1%}",
-        tokens=len(recorded),
-        gap=f"{gap:.3g}" if math.isfinite(gap) else gap,
+        share=f"{drift.moved / drift.tokens:.1%}",
+        tokens=drift.tokens,
+        gap=f"{drift.gap:.3g}" if math.isfinite(drift.gap) else drift.gap,
         routing="NATURAL" if routed else "PINNED",
         cause="the router's top-k over near-tied scores flips with kernel jitter" if routed else "a layer is stochastic",
         fix="set rl.routing_replay=rollout, or unset rl.mini_batch_per_replica (one optimizer step needs no ahead pass)"

@@ -1,11 +1,11 @@
-"""The measurements of one batch step, reduced over whole arrays: no mean of means, whatever the micro-batches."""
+"""The measurements of one batch step, reduced over the arrays of all micro-batches and ranks: no mean of means."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.policy.optimizer import StepOutcome
+from posttrain.policy.ranks import ALONE, Ranks
 
 MEANS = {
     "policy/entropy": "entropy",
@@ -40,9 +41,20 @@ class StepResult:
     seconds: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank measured. sums: metric → (sum, number) of its mean.   ranges: metric → (smallest, largest)."""
+
+    sums: dict[str, tuple[float, int]]
+    ranges: dict[str, tuple[float, float]]
+    losses: list[float]
+    tokens: int
+    seconds: dict[str, float]
+
+
 @dataclass(slots=True)
 class StepMeasures:
-    """Collects while a batch step runs; `result` reduces."""
+    """Collects while a batch step runs; `result` reduces over the arrays of all ranks."""
 
     arrays: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     losses: list[float] = field(default_factory=list)
@@ -60,37 +72,55 @@ class StepMeasures:
     def add(self, stats: dict[str, Tensor], logprobs: Tensor, rollout: Tensor | None, *, first: bool) -> None:
         """One micro-batch. `rollout` None: nobody sampled it. `first`: of the first optimizer step, whose weights sampled it."""
         self.tokens += len(logprobs)
-        for name, array in stats.items():
-            self.arrays[name].append(array.to("cpu", torch.float64))
+        self.add_stats(stats)
         if first and rollout is not None:
             self.arrays["gap"].append(logprobs.to("cpu", torch.float64) - rollout.to("cpu", torch.float64))
 
-    def result(self) -> StepResult:
-        """Everything at once, in Python floats."""
+    def add_stats(self, stats: dict[str, Tensor]) -> None:
+        """Arrays of one micro-batch whose means are metrics."""
+        for name, array in stats.items():
+            self.arrays[name].append(array.to("cpu", torch.float64))
+
+    def result(self, ranks: Ranks = ALONE) -> StepResult:
+        """Everything at once, in Python floats; seconds are the slowest rank's. Collective, the same on every rank."""
+        shares = ranks.gather(self.share())
         norms = [outcome.grad_norm for outcome in self.outcomes]
         skipped = sum(outcome.skipped for outcome in self.outcomes)
         metrics = {
-            "loss": _mean(self.losses),
+            "loss": _mean([sum(parts) for parts in zip(*(share.losses for share in shares), strict=True)]),
             "grad_norm": _mean([norm for norm in norms if math.isfinite(norm)] or norms),
             "lr": self.lr,
-            "tokens/trained": self.tokens,
+            "tokens/trained": sum(share.tokens for share in shares),
             "policy/skipped_steps": skipped,
         }
-        return StepResult(metrics | self.means(), len(norms) - skipped, skipped > 0, dict(self.seconds))
+        seconds = {name: max(share.seconds[name] for share in shares) for name in self.seconds}
+        return StepResult(metrics | means(shares), len(norms) - skipped, skipped > 0, seconds)
 
-    def means(self) -> dict[str, float]:
-        """The metrics that are means of the arrays collected so far: sum over everything, divided by its number."""
+    def share(self) -> Share:
+        """What this rank adds to the metrics."""
         arrays = {name: torch.cat(parts) for name, parts in self.arrays.items()}
         found = {metric: arrays[name] for metric, name in MEANS.items() if name in arrays}
         found |= {name: array for name, array in arrays.items() if "/" in name}
-        metrics = {name: array.mean().item() for name, array in found.items() if len(array)}
+        ranges = {}
         if (gap := arrays.get("gap")) is not None:
             ratio = gap.clamp(-20, 20).exp()
-            metrics["policy/logprob_gap"] = gap.abs().mean().item()
-            metrics["policy/ratio_min"] = ratio.min().item()
-            metrics["policy/ratio_mean"] = ratio.mean().item()
-            metrics["policy/ratio_max"] = ratio.max().item()
-        return metrics
+            found |= {"policy/logprob_gap": gap.abs(), "policy/ratio_mean": ratio}
+            ranges["policy/ratio"] = (ratio.min().item(), ratio.max().item())
+        sums = {name: (array.sum().item(), len(array)) for name, array in found.items()}
+        return Share(sums, ranges, self.losses, self.tokens, dict(self.seconds))
+
+
+def means(shares: Sequence[Share]) -> dict[str, float]:
+    """The metrics that are means or extremes of arrays: over everything that any rank has, whatever each has of it."""
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for share in shares for name in share.sums):
+        totals, numbers = zip(*(share.sums[name] for share in shares if name in share.sums), strict=True)
+        if number := sum(numbers):
+            metrics[name] = sum(totals) / number
+    for name in dict.fromkeys(name for share in shares for name in share.ranges):
+        lows, highs = zip(*(share.ranges[name] for share in shares if name in share.ranges), strict=True)
+        metrics |= {f"{name}_min": min(lows), f"{name}_max": max(highs)}
+    return metrics
 
 
 def _mean(values: list[float]) -> float:
