@@ -1,9 +1,8 @@
 """How long an update takes when only the links count: a simulation of lanes that pull from policy ranks.
 
-Assumptions: every policy rank sends, and every lane receives, at most `link` bytes a second; a lane pulls from one policy rank at a
-time, in the order of the plan from its own starting point; lanes that pull from the same rank share its link evenly; latency,
-digests and the copies at both ends are free. So the result is a lower bound of what an update takes on that order, and `limit` one
-that no order can beat.
+Assumptions: a policy rank sends, and a lane receives, at most `link` bytes a second; a lane pulls from one policy rank at a time,
+in the order of the plan from a starting point of its own; lanes that pull from the same rank share its link evenly; latency, digests
+and the copies at both ends are free. The result is what an update takes at least in that order; `limit` is what no order can beat.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ Cuts = Callable[[ParameterSpec], Cut | None]
 def megatron_cuts(ranks: int, kv_heads: int) -> Cuts:
     """The usual cut of a decoder: heads, feed-forward and vocabulary over the ranks. kv_heads: of keys and values.
 
-    Experts that are stored together, `[experts, rows, columns]`, are each cut like a feed-forward; their gate and up halves apart.
+    Experts that are stored together, `[experts, rows, columns]`, are each cut like a feed-forward, gate and up halves apart.
     """
 
     def cut(spec: ParameterSpec) -> Cut | None:
