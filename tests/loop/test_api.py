@@ -190,6 +190,10 @@ def test_a_base_model_is_asked_in_plain_text(folder: Path, tmp_path: Path) -> No
     (base / "chat_template.jinja").unlink(missing_ok=True)
     result = train(str(base), reward=likes_a, rl={**SHORT["rl"], "steps": 1})
     assert result.rollouts(1)[0]["prompt"].replace(" ", "") in {row["question"] for row in QUESTIONS}
+    said = "function: prompts are plain text, as the model has no chat template"
+    assert said in (result.run / "events.jsonl").read_text()
+    told = train(str(base), reward=likes_a, style="text", rl={**SHORT["rl"], "steps": 1})
+    assert said not in (told.run / "events.jsonl").read_text()
 
 
 def test_the_result_exports_its_model(folder: Path, model: str) -> None:

@@ -18,11 +18,11 @@ from posttrain.loop.validation import held_out_draws, refuse_held_out
 from posttrain.plugins.functions import without_folders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from posttrain.config.schema import RunConfig
-    from posttrain.data.dataset import Draw, PromptSampler
+    from posttrain.data.dataset import Draw, PromptSampler, Source
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
     from posttrain.hooks import RunHooks
@@ -76,6 +76,8 @@ def prepare(
             say(note)
     path = model_folder(config.model, root, say) if make_model else made_folder(config.model, root)
     packer = None if path is None else build_packer(config, path)
+    for note in asked_as_text(packer, environments, sampler.sources):
+        say(note)
     engine = None if offline or path is None or packer is None else build_engine(config, path, packer, logs)
     return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks)
 
@@ -133,6 +135,19 @@ def build_packer(config: RunConfig, path: str) -> DataPacker:
         default = PAIR_PACKER if config.rollout.engine == NO_ENGINE else TEXT_PACKER
         return init_data_packer(path, chat_template=template, trust_remote_code=remote, default=default)
     return load_packer(config.rl.data.packer).setup(path, chat_template=template, trust_remote_code=remote)
+
+
+def asked_as_text(packer: DataPacker | None, environments: Mapping[str, Environment], sources: Sequence[Source]) -> list[str]:
+    """A line for each environment that would ask chat messages and asks plain text, as the model has no chat template."""
+    from posttrain.data.environment import ChatOrText
+
+    if packer is None or packer.chats:
+        return []
+    prompts = {source.env: environments[source.env].format_prompt(source.rows[0]) for source in sources}
+    return [
+        f"{env}: prompts are plain text, as the model has no chat template (style=text says so; model.chat_template gives it one)"
+        for env, prompt in prompts.items() if isinstance(prompt, ChatOrText)
+    ]  # fmt: skip
 
 
 def build_engine(config: RunConfig, path: str, packer: DataPacker, logs: Path) -> Engine:
