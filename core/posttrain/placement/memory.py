@@ -3,8 +3,8 @@
     terms = policy_memory(config, shape, needs_reference=False)     # of the policy rank that holds most
     sum(term.nbytes for term in terms if term.place == "device")
 
-Weights, gradients, moments and publications are exact. Activations follow the factors in docs/performance.md; the KV cache is what
-all sequences together can need at most. What a process takes before it holds a model is not in it.
+Weights, gradients, moments and publications are exact. Activations follow the factors in docs/performance.md; the KV cache is
+what all sequences together can need at most. What a process takes before it holds a model is not in it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ MASTERS = ("adamw_master", "fusedadam")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What memory depends on. `parameters`: shapes, tied ones once; `unit`: elements of the largest layer, which FSDP gathers whole.
+    """What memory depends on.
 
-    intermediate: feed-forward elements that one token passes, of all experts that it is sent to. kv_heads, kv_elements: heads, and
-    elements that one of them keeps per token and layer, keys and values together.
+    parameters     shapes, tied ones once             unit          elements of the largest layer, which FSDP gathers whole
+    intermediate   feed-forward elements that one token passes, of all experts that it is sent to
+    kv_heads, kv_elements   heads, and elements that one of them keeps per token and layer, keys and values together
     """
 
     parameters: tuple[tuple[int, ...], ...]

@@ -1,8 +1,9 @@
 """How long an update takes when only the links count: a simulation of lanes that pull from policy ranks.
 
-Assumptions: a policy rank sends, and a lane receives, at most `link` bytes a second; a lane pulls from one policy rank at a time,
-in the order of the plan from a starting point of its own; lanes that pull from the same rank share its link evenly; latency, digests
-and the copies at both ends are free. The result is what an update takes at least in that order; `limit` is what no order can beat.
+Assumptions: a policy rank sends, and a lane receives, at most `link` bytes a second; a lane pulls from one policy rank at a
+time, in the order of the plan from a starting point of its own; lanes that pull from the same rank share its link evenly; latency,
+digests and copies at both ends are free. The result is what an update takes at least in that order; `limit` is what no order
+can beat.
 """
 
 from __future__ import annotations
