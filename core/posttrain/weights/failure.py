@@ -30,23 +30,21 @@ class PeerFailure(WeightSyncError):
         self.peer, self.phase, self.bucket, self.stopped, self.at = peer, phase, bucket, stopped, time.time()
 
 
-def as_failure(exc: BaseException, *, peer: str, phase: Phase, message: str) -> PeerFailure:
-    """`exc` as a failure of `peer`; one that names its peer is left as it is, another keeps its cause, fix and code."""
+def as_failure(exc: BaseException, *, peer: str, phase: Phase, message: str, bucket: int | None = None) -> PeerFailure:
+    """`exc` as a failure of `peer`, `bucket` being the one that it was at; what the exception says itself is kept."""
     if isinstance(exc, PeerFailure):
-        return exc
-    if isinstance(exc, WeightSyncError):
-        kept: dict[str, Any] = {
-            "cause": exc.cause,
-            "fix": exc.fix,
-            "where": exc.where,
-            "code": exc.code,
-            "retryable": exc.retryable,
-        }
+        failure = exc
+    elif isinstance(exc, WeightSyncError):
+        kept: dict[str, Any] = {"cause": exc.cause, "fix": exc.fix, "where": exc.where, "code": exc.code}
         text = exc.message if peer in exc.message else f"{peer}: {exc.message}"
-        failure = PeerFailure(text, peer=peer, phase=phase, **kept)
+        failure = PeerFailure(text, peer=peer, phase=phase, retryable=exc.retryable, **kept)
+        failure.__cause__ = exc
     else:
         failure = PeerFailure(message, peer=peer, phase=phase, cause=first_exception(exc), fix=out_of_memory_fix(exc))
-    failure.__cause__ = exc
+        failure.__cause__ = exc
+    if failure.bucket is None and bucket is not None and not failure.stopped:
+        failure.bucket = bucket
+        failure.where = failure.where or f"at bucket {bucket}"
     return failure
 
 

@@ -42,11 +42,15 @@ while they are copied; give them as they are."""
 class LaneEnd(Protocol):
     """The driver's view of one rollout body's receiving end; `Receiver` is the one of an engine in this process.
 
-    `proved`: a canary agreed with the engine since it was started. Failures are raised as PeerFailure, naming lane and bucket.
+    proved: a canary agreed with the engine since it was started
+    at: the bucket that the lane pulls, or pulled last, as far as the driver knows: what is named when the lane dies
     """
 
     name: str
     proved: bool
+
+    @property
+    def at(self) -> int | None: ...
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
         """Phase 1: pull and verify every bucket while the engine generates."""
@@ -112,7 +116,8 @@ class WeightPlane:
             Receiver(engine, transport, name=f"rollout-{i}", compare_bytes=config.verify_weight_values)
             for i, engine in enumerate(engines)
         ]
-        return cls(LocalPublisher(pool, lambda: whole(source())), lanes, config, canary=canary)
+        publisher = LocalPublisher(pool, lambda: whole(source()), timeout_s=config.stage_timeout_s)
+        return cls(publisher, lanes, config, canary=canary)
 
     async def sync(self, version: int) -> dict[str, float]:
         """Publish the current weights as `version` and bring every engine to it. Returns seconds by phase, bytes, canary.
@@ -155,14 +160,19 @@ class WeightPlane:
     # ---- phases
 
     async def _publish(self, version: int) -> Publication:
-        what = f"publication {version} was not made"
         try:
-            return await self._bounded(self.publisher.publish(version), "publish", what)
+            return await self._publish_once(version)
         except PeerFailure as exc:
             self.last_failure = exc
             if self.config.on_failure != "rebuild_and_retry":
                 raise
-        return await self._bounded(self.publisher.publish(version), "publish", what)
+        return await self._publish_once(version)
+
+    async def _publish_once(self, version: int) -> Publication:
+        limit = self.config.stage_timeout_s + self.config.abort_timeout_s  # its ranks have the shorter one
+        return await self._bounded(
+            self.publisher.publish(version), "publish", f"publication {version} was not made", timeout=limit
+        )
 
     async def _stage(self, publication: Publication) -> None:
         """Until every lane that is left has voted. Lanes that were told to stop stage again."""
@@ -287,23 +297,31 @@ class WeightPlane:
     async def _of_lane(self, lane: LaneEnd, phase: Phase, work: Awaitable[T], timeout: float | None = None) -> T:
         """`work` of a lane, its failure named. The lane has a deadline of its own; this one is for a lane that is gone."""
         limit = (timeout if timeout is not None else self.config.stage_timeout_s) + self.config.abort_timeout_s
-        return await self._bounded(work, phase, f"lane {lane.name}: {phase} failed", peer=lane.name, timeout=limit)
+        try:
+            return await self._bounded(work, phase, f"lane {lane.name} failed in {phase}", peer=lane.name, timeout=limit)
+        except PeerFailure as exc:
+            raise as_failure(exc, peer=lane.name, phase=phase, message="", bucket=lane.at if phase == "stage" else None) from exc
 
     async def _bounded(
         self, work: Awaitable[T], phase: Phase, what: str, *, peer: str = "policy", timeout: float | None = None
     ) -> T:
+        """`work` within its deadline; a task of a peer that was cancelled is that peer's failure, not a cancellation of ours."""
         limit = self.config.stage_timeout_s if timeout is None else timeout
         task = asyncio.ensure_future(work)
         try:
             return await within(task, limit)
-        except TimeoutError as exc:
-            if not task.cancelled() and task.done():
-                raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
-            raise PeerFailure(f"{what} within {limit:.3g} s", peer=peer, phase=phase, code="deadline") from exc
         except asyncio.CancelledError:
-            if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
+            mine = asyncio.current_task()
+            if not task.cancelled() or (mine is not None and mine.cancelling()):
                 raise
-            raise PeerFailure(f"{what}: its task was cancelled", peer=peer, phase=phase) from None
+            raise PeerFailure(what, peer=peer, phase=phase, cause="its task was cancelled") from None
+        except TimeoutError as exc:
+            if task.done() and not task.cancelled():
+                raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
+            raise PeerFailure(
+                f"{what}: no answer within {limit:.3g} s", peer=peer, phase=phase, code="deadline",
+                fix="raise weights.stage_timeout_s or weights.apply_timeout_s, or look at its machine",
+            ) from exc  # fmt: skip
         except Exception as exc:
             raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
 

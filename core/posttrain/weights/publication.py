@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from posttrain.errors import WeightSyncError
+from posttrain.weights.failure import PeerFailure, first_exception, out_of_memory_fix
 from posttrain.weights.memory import Region
 from posttrain.weights.plan import BucketPlan, ParameterSpec, Piece, Shards, plan_buckets
 from posttrain.weights.transport import Handle, Transport
@@ -111,6 +112,7 @@ class PublicationPool:
         self._unwanted: int | None = None
         self.plan: BucketPlan | None = None
         self.version = -1
+        self.at: int | None = None  # the bucket that is being written, or was last
 
     @property
     def peer(self) -> str:
@@ -138,7 +140,7 @@ class PublicationPool:
         if not self._writing.acquire(blocking=False):
             raise WeightSyncError(f"{self.peer}: the publication before {version} is still being written")
         try:
-            self._unwanted = None
+            self._unwanted = self.at = None
             slot = self._free_slot()
             slot.publication, slot.pulled = None, False
             self._fill(slot.region.buffer, version, weights)
@@ -192,15 +194,11 @@ class PublicationPool:
                 raise self._changed(weight, spec)
             for index, piece in mine.get(spec.name, ()):
                 self._go_on(version)
+                self.at = index
                 try:
                     self._write(buffer, piece, weight, spec)
-                except WeightSyncError:
-                    raise
                 except Exception as exc:
-                    raise WeightSyncError(
-                        f"{self.peer}: bucket {index} of publication {version} was not written: {type(exc).__name__}: {exc}",
-                        where=spec.name,
-                    ) from exc
+                    raise self._not_written(version, index, spec.name, exc) from exc
         extra = next(stream, None)
         if extra is not None:
             raise WeightSyncError(
@@ -228,6 +226,18 @@ class PublicationPool:
     def _go_on(self, version: int) -> None:
         if version == self._unwanted:
             raise WeightSyncError(f"{self.peer}: publication {version} was stopped", code="stopped")
+
+    def _not_written(self, version: int, index: int, name: str, exc: Exception) -> PeerFailure:
+        known = exc if isinstance(exc, WeightSyncError) else None
+        return PeerFailure(
+            known.message if known else f"{self.peer}: bucket {index} of publication {version} was not written",
+            peer=self.peer,
+            phase="publish",
+            bucket=index,
+            where=f"bucket {index} ({name})",
+            cause=known.cause if known else first_exception(exc),
+            fix="" if known else out_of_memory_fix(exc),
+        )
 
     def _changed(self, weight: LocalWeight, spec: ParameterSpec) -> WeightSyncError:
         return WeightSyncError(

@@ -10,14 +10,17 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
-from posttrain.errors import WeightSyncError
-from posttrain.weights.deadline import abandon, in_thread
+from posttrain.weights.deadline import abandon, in_thread, start_thread, within
+from posttrain.weights.failure import PeerFailure, as_failure
 from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, merge_publications
 
 LocalSource = Callable[[], Iterable[LocalWeight]]
 """What a policy rank holds now: every parameter in the same order, its own elements, tied duplicates omitted. Given in the
 dtype that they are stored in; the pool casts them while it copies."""
 
+
+TIMEOUT_S = 120.0
+"""Default deadline of one publication (`weights.stage_timeout_s`)."""
 
 STOP_S = 2.0
 """How long a copy may go on after it was told to stop."""
@@ -40,23 +43,34 @@ class Publisher(Protocol):
 
 
 class RankEnd(Publisher, Protocol):
-    """One policy rank of a sharded policy: it publishes its part. `name` is what messages call it."""
+    """One policy rank of a sharded policy: it publishes its part.
+
+    name: what messages call it     at: the bucket that it writes, or wrote last, as far as the driver knows
+    """
 
     name: str
+    at: int | None
 
     async def retract(self, version: int) -> None:
         """Take back a part that was never held, also while it is being written."""
 
 
 class LocalPublisher:
-    """A pool of this process and where its weights come from; copies run in a thread of their own."""
+    """A pool of this process and where its weights come from; copies run in a thread of their own, until `timeout_s`."""
 
-    def __init__(self, pool: PublicationPool, source: LocalSource) -> None:
-        self.pool, self._source, self.name = pool, source, pool.peer
+    def __init__(self, pool: PublicationPool, source: LocalSource, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.pool, self._source, self.name, self.timeout_s = pool, source, pool.peer, timeout_s
+
+    @property
+    def at(self) -> int | None:
+        return self.pool.at
 
     async def publish(self, version: int) -> Publication:
         try:
-            return await in_thread(self._publish, version)
+            return await within(start_thread(self._publish, version), self.timeout_s)
+        except TimeoutError as exc:
+            self.pool.retract(version)
+            raise self._late(version) from exc
         except asyncio.CancelledError:
             self.pool.retract(version)
             raise
@@ -64,6 +78,13 @@ class LocalPublisher:
     def _publish(self, version: int) -> Publication:
         self.pool.plan_for(self._source())
         return self.pool.publish(version, self._source())
+
+    def _late(self, version: int) -> PeerFailure:
+        at = "no bucket" if self.at is None else f"bucket {self.at}"
+        return PeerFailure(
+            f"{self.name}: publication {version} was not written within {self.timeout_s:.3g} s", peer=self.name, phase="publish",
+            bucket=self.at, cause=f"{at} was the last to be begun", fix="raise weights.stage_timeout_s", code="deadline",
+        )  # fmt: skip
 
     async def retract(self, version: int) -> None:
         await in_thread(lambda: self.pool.retract(version, timeout=STOP_S))
@@ -88,8 +109,9 @@ class GroupPublisher:
         tasks = [asyncio.ensure_future(rank.publish(version)) for rank in self.ranks]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if failed := next((t for t in tasks if t.done() and (t.cancelled() or t.exception())), None):
-                raise _named(self.ranks[tasks.index(failed)].name, failed)
+            failures = [_failure(rank, task) for rank, task in zip(self.ranks, tasks, strict=True) if _failed(task)]
+            if failures:
+                raise min(failures, key=lambda failure: failure.at)
             return merge_publications([task.result() for task in tasks])
         except BaseException:
             for task in tasks:
@@ -112,15 +134,16 @@ class GroupPublisher:
     async def _all(self, call: Callable[[RankEnd], Coroutine[Any, Any, None]]) -> None:
         """On every rank, also when one fails; then raises the first failure."""
         results = await asyncio.gather(*(call(rank) for rank in self.ranks), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        for rank, result in zip(self.ranks, results, strict=True):
+            if isinstance(result, Exception):
+                raise as_failure(result, peer=rank.name, phase="publish", message=f"{rank.name} did not answer")
 
 
-def _named(name: str, failed: asyncio.Future[Publication]) -> BaseException:
-    exc = None if failed.cancelled() else failed.exception()
-    if isinstance(exc, WeightSyncError):
-        return exc
-    error = WeightSyncError(f"{name} did not publish: {type(exc).__name__}: {exc}" if exc else f"{name} stopped publishing")
-    error.__cause__ = exc
-    return error
+def _failed(task: asyncio.Future[Publication]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _failure(rank: RankEnd, task: asyncio.Future[Publication]) -> PeerFailure:
+    exc = RuntimeError("its task was cancelled") if task.cancelled() else task.exception()
+    assert exc is not None
+    return as_failure(exc, peer=rank.name, phase="publish", message=f"{rank.name} did not publish", bucket=rank.at)

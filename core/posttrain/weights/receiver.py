@@ -56,6 +56,11 @@ class Receiver:
         self._bucket: Bucket | None = None
         self._stop_cause: str | None = None
 
+    @property
+    def at(self) -> int | None:
+        """Index of the bucket that is being pulled, or was last."""
+        return self._bucket.index if self._bucket is not None else None
+
     async def stage(self, publication: Publication, *, timeout: float) -> None:
         """Pull and verify every bucket while the engine generates; ends with the lane's vote.
 
