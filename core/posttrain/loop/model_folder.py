@@ -29,9 +29,9 @@ def model_folder(config: ModelConfig, root: Path, say: Callable[[str], None] = p
         return config.name_or_path
     build, out = _factory(config, root)
     if (out / "config.json").is_file():
-        say(f"model: {near(out)} (made by {config.factory} in an earlier run)")
+        say(f"model: {near(out)} (made by {near(config.factory)} in an earlier run)")
         return str(out)
-    say(f"model: making {near(out)} with {config.factory}")
+    say(f"model: making {near(out)} with {near(config.factory)}")
     aside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

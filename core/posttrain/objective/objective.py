@@ -21,6 +21,7 @@ from posttrain.objective.groups import Floats, Rewards
 from posttrain.objective.loss import clean
 from posttrain.objective.options import Options, TokenOptions
 from posttrain.objective.stats import token_stats
+from posttrain.plugins.functions import without_folders
 from posttrain.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Objective:
     @property
     def notes(self) -> list[str]:
         """Lines to say when a run starts: which configured clip cannot bind."""
-        return [f"{self.name}: {note}" for note in self.algorithm.notes()]
+        return [f"{without_folders(self.name)}: {note}" for note in self.algorithm.notes()]
 
     def advantages(self, rewards: Rewards, groups: Sequence[Hashable], trained: Sequence[bool] | None = None) -> Floats:
         """One advantage per trajectory, `[N]` float64 in input order. `trained` None: every row has a trained token.
