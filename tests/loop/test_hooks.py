@@ -237,8 +237,11 @@ def test_state_travels_with_the_checkpoint(start) -> None:
     start(hook, seen, resume=run, rl={"steps": 4})
     assert hook.count == 4
     assert of(seen.calls, "run_start")[0]["step"] == 2 and of(seen.calls, "run_start")[0]["steps"] == 4
-    assert checkpoint.find(run / "checkpoints")[-1].loop_state()["hooks"] == {"Counts": {"count": 4}}
+    (saved,) = checkpoint.find(run / "checkpoints")[-1].plugin_states()
+    assert (saved.kind, saved.name, saved.state) == ("hooks", "Counts", {"count": 4}) and saved.source
     start(resume=run, rl={"steps": 5})  # and without it
+    said = (run / "events.jsonl").read_text()
+    assert "left a state, and nothing in this run takes it" in said
 
 
 def test_a_class_with_options_a_file_and_a_partial_config(start, tmp_path: Path) -> None:

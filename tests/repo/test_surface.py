@@ -9,6 +9,7 @@ somebody's code, and follows docs/reference/stability.md. After such a decision,
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import json
 import os
@@ -29,6 +30,7 @@ from posttrain.plugins import kinds
 from posttrain.plugins.card import find_source
 from posttrain.plugins.discovery import discover
 from posttrain.plugins.kinds import KINDS, supported_apis
+from posttrain.plugins.state import SavedState
 from posttrain.tracking.metric_names import SECTIONS
 
 FILE = Path(__file__).parents[1] / "data" / "surface.json"
@@ -175,6 +177,7 @@ def files(run: Path) -> Surface:
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     for key, value in json.loads((checkpoint / "loop.json").read_text()).items():
         found[f"loop.json: {key}"] = _shape(value)
+    found |= {f"loop.json: plugins[].{field.name}": field.type for field in dataclasses.fields(SavedState)}
     for key in torch.load(checkpoint / "policy" / "policy.pt", weights_only=True, map_location="cpu"):
         found[f"policy.pt: {key}"] = ""
     return found

@@ -135,6 +135,13 @@ class Tensors(Kept):
         return {"mean": torch.tensor(self.mean)}
 
 
+class ByNumber(Kept):
+    """Its keys would come back as text."""
+
+    def state_dict(self) -> dict[Any, Any]:
+        return {"means": {0: self.mean}}
+
+
 class Unpicklable(Good):
     def __init__(self, options: Any, context: Any) -> None:
         super().__init__(options, context)
@@ -200,7 +207,8 @@ def test_there_is_a_broken_one_for_every_law(laws: Callable[[type], set[str]]) -
     [
         ("test_loss_is_a_float64_scalar_with_gradient", Detached, "no gradient to the log-probs"),
         ("test_what_was_better_gets_more_likely", LearnsNothing, "nothing is learned from what was better"),
-        ("test_state_survives_a_crash", Tensors, "not plain JSON data"),
+        ("test_state_survives_a_crash", Tensors, "state_dict()['mean'] is a Tensor, not text, a number, a list or a dict; use"),
+        ("test_state_survives_a_crash", ByNumber, "state_dict()['means'] has the key 0, which would come back as text"),
     ],
 )
 def test_other_ways_to_break_it(law: str, broken: type[Algorithm], message: str, told: Callable[..., str]) -> None:

@@ -181,6 +181,54 @@ class Forgets(Counts):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Level(Good):
+    """A curriculum, rightly: it decides what is asked, and is counted where the run keeps the object."""
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.right = 0
+
+    def format_prompt(self, task: Mapping[str, Any]) -> Any:
+        return f"{task['a']}+3=" if self.right < 3 else f"sum of {task['a']} and 3:"
+
+    async def finish_reward(self, state: EpisodeState, reward: Reward) -> Any:
+        self.right += int(reward.total == 1)
+        return reward
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"right": self.right}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.right = state["right"]
+
+
+class HalfOfIt(Level):
+    """Its state lacks what an episode changed besides."""
+
+    async def finish_reward(self, state: EpisodeState, reward: Reward) -> Any:
+        self.last = state.completion
+        return await super().finish_reward(state, reward)
+
+
+class OnACopy(Level):
+    def compute_reward(self, state: EpisodeState) -> Any:
+        self.right += 1
+        return super().compute_reward(state)
+
+
+class LastOne(Level):
+    """The level follows the episode that happens to end last."""
+
+    async def finish_reward(self, state: EpisodeState, reward: Reward) -> Any:
+        self.right = len(state.completion)
+        return reward
+
+
+class TestLevel(Sums):
+    __test__ = True
+    plugin = Level
+
+
 class Future(Good):
     api = 2
 
@@ -210,6 +258,8 @@ BROKEN: dict[str, tuple[type[Environment], str]] = {
     "test_a_coroutine_lets_the_others_run": (Blocks, r"compute_reward is a coroutine and blocks the event loop for 1\.\d s"),
     "test_a_cancelled_coroutine_leaves_nothing": (Stubborn, r"compute_reward, cancelled: it went on and gave a result"),
     "test_state_survives_a_crash": (Forgets, r"goes on differently after a crash: state_dict\(\) must hold"),
+    "test_state_changes_where_the_run_keeps_it": (OnACopy, r"runs on copies in other processes: change it in finish_reward"),
+    "test_state_is_the_same_in_any_order": (LastOne, r"depends on the order in which episodes end"),
     "test_it_names_a_contract_version": (Future, r"api = 2: this contract is version 1"),
 }
 
@@ -223,6 +273,10 @@ def test_the_law_catches_it(law: str, told: Callable[..., str]) -> None:
 
 def test_there_is_a_broken_one_for_every_law(laws: Callable[[type], set[str]]) -> None:
     assert laws(EnvContract) == set(BROKEN)
+
+
+def test_what_an_episode_changes_beside_its_state_is_caught_too(told: Callable[..., str]) -> None:
+    assert "changed the environment itself (last)" in told(Sums(), "test_an_episode_leaves_nothing_behind", HalfOfIt())
 
 
 def test_tasks_that_are_left_running_are_caught_too(told: Callable[..., str]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import numbers
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from posttrain.hooks.active import ActiveHook, Reporter
 from posttrain.hooks.check import check_hook, label_and_owner
 from posttrain.hooks.hook import Hook
 from posttrain.hooks.specs import EVENTS, PROJECT, HookSpecs
+from posttrain.plugins.state import plain
 
 if TYPE_CHECKING:
     from posttrain.config.schema import HookConfig
@@ -135,8 +135,8 @@ class RunHooks:
             came_back, state = await self._one(entry, "state_dict", entry.hook.state_dict, {})
             if came_back:
                 try:
-                    self._saved[entry.label] = json.loads(json.dumps(state))
-                except (TypeError, ValueError) as exc:
+                    self._saved[entry.label] = plain(state)
+                except (TypeError, RecursionError) as exc:
                     entry.failed("state_dict", exc, self._reporter)
         return dict(self._saved)
 

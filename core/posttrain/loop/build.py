@@ -59,6 +59,7 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         ledger=Ledger(run_dir.path / "ledger.jsonl"),
         fingerprints=ready.sampler.fingerprints(),
         hooks=ready.hooks,
+        keepers=ready.keepers,
     )
 
 

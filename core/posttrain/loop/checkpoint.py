@@ -1,7 +1,8 @@
 """Checkpoints: `checkpoints/step_N/`, written aside, fsynced, renamed. A crash at any byte leaves the last good one.
 
 A checkpoint of step N is a consistent cut: the policy (weights, optimizer, schedule, random state), the sampler's position,
-the ledger and the counters of the loop. Folders that are not exactly `step_<number>` are never read and never deleted.
+the ledger, the counters of the loop and the states of plug-ins. Folders that are not exactly `step_<number>` are never read
+and never deleted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, RunInterrupted
+from posttrain.plugins.state import SavedState
 from posttrain.tracking.files import FULL, superseded_name, sync
 
 STEP = re.compile(r"step_(\d+)\Z")
@@ -34,14 +36,29 @@ class Checkpoint:
         return self.path / "policy"
 
     def loop_state(self) -> dict[str, Any]:
+        """What `write` was given. Raises DataError for a damaged file."""
         try:
             return json.loads((self.path / LOOP_FILE).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as exc:
-            raise DataError(
-                f"checkpoint {self.path} cannot be read",
-                cause=str(exc),
-                fix=f"resume from an older checkpoint: posttrain train --resume {self.path.parent}/step_<earlier>",
-            ) from exc
+        except (OSError, ValueError) as exc:
+            raise self._damaged(str(exc)) from exc
+
+    def plugin_states(self) -> list[SavedState]:
+        """The states of plug-ins. Raises DataError for one that is not, to the bit, what was written."""
+        try:
+            states = [SavedState(**entry) for entry in self.loop_state().get("plugins", [])]
+        except TypeError as exc:
+            raise self._damaged(f"plugins in {LOOP_FILE}: {exc}") from exc
+        for state in states:
+            if not state.intact:
+                raise self._damaged(f"the state of {state.subject} in {LOOP_FILE} does not fit its digest")
+        return states
+
+    def _damaged(self, cause: str) -> DataError:
+        return DataError(
+            f"checkpoint {self.path} cannot be read",
+            cause=cause,
+            fix=f"resume from an older checkpoint: posttrain train --resume {self.path.parent}/step_<earlier>",
+        )
 
 
 def find(folder: Path) -> list[Checkpoint]:

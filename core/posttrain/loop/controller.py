@@ -189,8 +189,7 @@ class Controller:
 
     async def _checkpoint(self) -> None:
         with self.parts.tracker.span("loop", "checkpoint", step=self.state.step), self.waits.named("a checkpoint", "disk"):
-            states = await self.hooks.state_dict()
-            saved = await asyncio.to_thread(self.parts.save, self.state, states)
+            saved = await asyncio.to_thread(self.parts.save, self.state, await self.parts.states())
         c = self.config.checkpoint
         checkpoint.prune(self.parts.run_dir.checkpoints, keep_last=c.keep_last, keep_every=c.keep_every)
         await self.hooks.call("checkpoint_saved", step=saved.step, path=saved.path)

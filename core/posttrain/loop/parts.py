@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.errors import DataError
 from posttrain.hooks import RunHooks
-from posttrain.loop import checkpoint
+from posttrain.loop import checkpoint, states
 from posttrain.loop.controller import LoopState
 from posttrain.loop.ledger import Ledger
 from posttrain.loop.pairs import Pairs
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
     from posttrain.objective.objective import Objective
+    from posttrain.plugins.state import Keeper, SavedState
     from posttrain.policy.policy import Policy
     from posttrain.rollout.engine import Engine
     from posttrain.rollout.scoring import Scorer
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 class Parts:
     """Everything the controller drives. Without an engine there is no weight plane and no scorer either.
 
-    `close` ends engines and workers; it is safe to call after a failed start.
+    keepers: what training depends on and keeps a state. `close` ends engines and workers; safe to call after a failed start.
     """
 
     config: RunConfig
@@ -50,6 +52,7 @@ class Parts:
     scorer: Scorer | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     hooks: RunHooks = field(default_factory=RunHooks)
+    keepers: list[Keeper] = field(default_factory=list)
 
     async def start(self) -> None:
         """Start the engine and the workers that score."""
@@ -57,19 +60,26 @@ class Parts:
             if part is not None:
                 await part.start()
 
-    def save(self, state: LoopState, hooks: dict[str, Any] | None = None) -> checkpoint.Checkpoint:
-        """Write the checkpoint of `state.step`. hooks: their states (`RunHooks.state_dict`)."""
+    async def states(self) -> list[SavedState]:
+        """The states of all plug-ins, taken between two batch steps. Raises PluginError naming who cannot give its own."""
+        return states.save(self.keepers, states.hook_keepers(self.hooks), await self.hooks.state_dict())
+
+    def save(self, state: LoopState, plugins: Sequence[SavedState] = ()) -> checkpoint.Checkpoint:
+        """Write the checkpoint of `state.step`. plugins: as `states` gave them."""
         loop_state = {
             "state": asdict(state),
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
             "fingerprints": self.fingerprints,
-            "hooks": hooks or {},
+            "plugins": [asdict(one) for one in plugins],
         }
         return checkpoint.write(self.run_dir.checkpoints, state.step, self.policy.save, loop_state)
 
     def load(self, found: checkpoint.Checkpoint) -> LoopState:
-        """Bring every part to the checkpoint. Raises DataError when the dataset is not the one it was made with."""
+        """Bring every part to the checkpoint, and say what has changed of plug-ins.
+
+        Raises DataError when the dataset is not the one it was made with, PluginError for states that do not fit.
+        """
         saved = found.loop_state()
         for name, was in saved["fingerprints"].items():
             now = self.fingerprints.get(name)
@@ -80,10 +90,13 @@ class Parts:
                     fix="restore the data, or start a new run",
                     code="fingerprint",
                 )
+        of_hooks, notes = states.load(self.keepers, states.hook_keepers(self.hooks), found.plugin_states(), found.path)
+        for note in notes:
+            self.tracker.note(note)
         self.policy.load(found.policy)
         self.sampler.load_state_dict(saved["sampler"])
         self.ledger.load_state_dict(saved["ledger"])
-        self.hooks.load_state_dict(saved.get("hooks", {}))
+        self.hooks.load_state_dict(of_hooks)
         return LoopState(**saved["state"])
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from posttrain.config.schema import NO_ENGINE
 from posttrain.errors import ConfigError
 from posttrain.loop.model_folder import made_folder, model_folder
 from posttrain.loop.pairs import check_pairs
+from posttrain.loop.states import training_keepers
 from posttrain.loop.validation import held_out_draws, refuse_held_out
 from posttrain.plugins.functions import without_folders
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from posttrain.data.packer import DataPacker
     from posttrain.hooks import RunHooks
     from posttrain.objective.objective import Objective
+    from posttrain.plugins.state import Keeper
     from posttrain.rollout.engine import Engine
 
 
@@ -36,6 +38,7 @@ class Prepared:
 
     model, packer   None when `model.factory` has not made the model yet and was not to
     engine          not started; None without a model, and where completions come with the data
+    keepers         what training depends on and keeps a state
     """
 
     objective: Objective
@@ -46,6 +49,7 @@ class Prepared:
     packer: DataPacker | None
     engine: Engine | None
     hooks: RunHooks
+    keepers: list[Keeper]
 
 
 def prepare(
@@ -79,7 +83,10 @@ def prepare(
     for note in asked_as_text(packer, environments, sampler.sources):
         say(note)
     engine = None if offline or path is None or packer is None else build_engine(config, path, packer, logs)
-    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks)
+    keepers = training_keepers(config, objective, environments, packer)
+    for keeper in keepers:
+        keeper.save()  # a state that no checkpoint can hold is told now, not after the first hours
+    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks, keepers)
 
 
 def build_run_objective(config: RunConfig) -> Objective:

@@ -39,6 +39,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
     if resume is not None:
         path, found = checkpoint.locate(Path(resume).expanduser().absolute())
         notes = check_changes(saved_config(path), loaded.tree)
+        found.plugin_states()  # a damaged one is told before anything is cut
         directory = RunDir.open(path)
     else:
         notes = []

@@ -14,12 +14,14 @@ from posttrain.plugins.discovery import PluginInfo, discover
 from posttrain.plugins.doctor import Finding, doctor, quarantined
 from posttrain.plugins.kinds import KINDS, Kind
 from posttrain.plugins.resolution import resolve
+from posttrain.plugins.state import Stateful
 
 __all__ = [
     "KINDS",
     "Finding",
     "Kind",
     "PluginInfo",
+    "Stateful",
     "build",
     "discover",
     "doctor",

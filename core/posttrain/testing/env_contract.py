@@ -27,7 +27,7 @@ from posttrain.rollout.rewards import as_reward
 from posttrain.rollout.scoring import Scorer
 from posttrain.testing.answers import HOSTILE, contradictions, spoilt
 from posttrain.testing.elsewhere import rows_elsewhere
-from posttrain.testing.laws import by_value, changed, has_state, kept, survives_a_crash, travelled
+from posttrain.testing.laws import by_value, changed, has_state, kept, state_of, survives_a_crash, travelled
 from posttrain.testing.slow import SlowAsyncEnvironment, SlowEnvironment
 from posttrain.types import Reward
 
@@ -150,7 +150,8 @@ class EnvContract:
             )
 
     def test_the_same_episode_is_worth_the_same(self, env: Environment) -> None:
-        for one, two in zip(self.episodes(env), self.episodes(env), strict=True):
+        states = self.episodes(env)
+        for one, two in zip(states, copy.deepcopy(states), strict=True):
             first, second = self.reward(env, one), self.reward(env, two)
             assert _worth(first) == _worth(second), (
                 f"{one.completion!r:.40} is worth {first.total}, then {second.total}: draw from random.Random(state.seed), "
@@ -158,29 +159,36 @@ class EnvContract:
             )
 
     def test_many_at_once_are_worth_what_they_are_one_by_one(self, env: Environment) -> None:
-        async def one_by_one(scorer: Scorer) -> list[Reward]:
-            return [await scorer.score("env", state) for state in self.episodes(env)]
+        states = self.episodes(env)
+        again = copy.deepcopy(states)
 
-        alone, together = self.scored(env, one_by_one), self.at_once(env, self.episodes(env)[::-1])[::-1]
-        for state, first, second in zip(self.episodes(env), alone, together, strict=True):
+        async def one_by_one(scorer: Scorer) -> list[Reward]:
+            return [await scorer.score("env", state) for state in states]
+
+        alone, together = self.scored(env, one_by_one), self.at_once(env, again[::-1])[::-1]
+        for state, first, second in zip(states, alone, together, strict=True):
             assert _worth(first) == _worth(second), (
                 f"{state.completion!r:.40} is worth {first.total} alone and {second.total} among others: "
                 "the environment is shared by all episodes, what belongs to one is in state.custom"
             )
 
     def test_an_episode_leaves_nothing_behind(self, env: Environment) -> None:
-        """The object keeps nothing of the episodes that it scored."""
+        """The object keeps nothing of the episodes that it scored, but for what its state holds."""
         states = self.episodes(env)
         for state in states:  # what is loaded at the first use is loaded now
             self.reward(env, state)
         before = kept(env)
+        saved = state_of(env) if has_state(env) else None
         for state in self.episodes(env)[::-1]:
             state.custom["posttrain.testing"] = 1
             self.reward(env, state)
+        if saved is not None:
+            env.load_state_dict(saved)  # type: ignore[attr-defined]
         names = changed(before, kept(env))
         assert not names, (
             f"scoring changed the environment itself ({', '.join(names)}): it is shared by all episodes, and by copies in other "
-            "processes. Keep what belongs to an episode in state.custom, and leave a cache out in __getstate__"
+            "processes. Keep what belongs to an episode in state.custom, what the run needs in state_dict(), and leave a cache "
+            "out in __getstate__"
         )
 
     def test_it_travels_to_other_processes(self, env: Environment) -> None:
@@ -252,15 +260,49 @@ class EnvContract:
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def test_state_survives_a_crash(self, env: Environment) -> None:
-        if not has_state(env):
-            pytest.skip("has no state_dict")
-        survives_a_crash(env, lambda made: [repr(_worth(self.reward(made, state))) for state in self.episodes(made)])
+        self._needs_state(env)
+        survives_a_crash(env, self._asked_and_worth)
+
+    def test_state_changes_where_the_run_keeps_it(self, env: Environment) -> None:
+        """A plain `compute_reward` works on copies in other processes, so what it changes is lost."""
+        self._needs_state(env)
+        if inspect.iscoroutinefunction(env.compute_reward):
+            pytest.skip("its compute_reward runs on the event loop")
+        made = travelled(env)
+        before = state_of(made)
+        for state in self.episodes(made):
+            made.compute_reward(state)
+        assert state_of(made) == before, (
+            "compute_reward changes the state, and as a plain function it runs on copies in other processes: "
+            "change it in finish_reward, or make compute_reward a coroutine"
+        )
+
+    def test_state_is_the_same_in_any_order(self, env: Environment) -> None:
+        """Episodes of a batch step end in any order."""
+        self._needs_state(env)
+        one, two = travelled(env), travelled(env)
+        states = self.episodes(env)
+        for made, order in ((one, states), (two, copy.deepcopy(states)[::-1])):
+            for state in order:
+                self.reward(made, state)
+        assert state_of(one) == state_of(two), (
+            "the state depends on the order in which episodes end, which differs from run to run: "
+            "count in whole numbers, and keep no last one"
+        )
 
     def test_it_names_a_contract_version(self, env: Environment) -> None:
         assert type(env).api == 1, f"api = {type(env).api}: this contract is version 1"
         assert (type(env).__doc__ or "").strip(), "give the class a docstring: its first line is what `plugins list` says"
 
     # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _needs_state(self, env: Environment) -> None:
+        if not has_state(env):
+            pytest.skip("has no state_dict")
+
+    def _asked_and_worth(self, env: Environment) -> list[str]:
+        """What the episodes of some rows are asked and worth, one after the other."""
+        return [f"{state.prompt!r} {_worth(self.reward(env, state))!r}" for state in self.episodes(env)]
 
     def reward(self, env: Environment, state: EpisodeState) -> Reward:
         """The reward of an episode in this process. Whatever it raises is raised."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from posttrain.plugins.state import Stateful, plain
 
 T = TypeVar("T")
 
@@ -50,7 +53,16 @@ def changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
 
 def has_state(value: Any) -> bool:
     """Whether an object can put its state into a checkpoint and take it back."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return isinstance(value, Stateful)
+
+
+def state_of(value: Any) -> Any:
+    """The state of an object as a checkpoint gives it back. Fails when a checkpoint cannot hold it."""
+    try:
+        return json.loads(json.dumps(plain(value.state_dict())))
+    except TypeError as exc:
+        problem = f"{type(value).__name__}: {exc}: it is not plain JSON data, which is all that a checkpoint holds"
+        raise AssertionError(problem) from exc
 
 
 def survives_a_crash(original: T, work: Callable[[T], Any]) -> None:
@@ -61,18 +73,13 @@ def survives_a_crash(original: T, work: Callable[[T], Any]) -> None:
     living, fresh = travelled(original), travelled(original)
     work(living)
     name = type(original).__name__
+    stored = state_of(living)
     saved: Any = living.state_dict()  # type: ignore[attr-defined]
-    try:
-        text = json.dumps(saved)
-    except (TypeError, ValueError) as exc:
-        problem = f"{name}.state_dict() is not plain JSON data ({exc}): checkpoints hold numbers, text, lists, dicts"
-        raise AssertionError(problem) from exc
     before = pickle.dumps(saved)
     expected = work(living)
     assert pickle.dumps(saved) == before, f"{name}.state_dict() gives what the object goes on changing: return a copy"
-    fresh.load_state_dict(json.loads(text))  # type: ignore[attr-defined]
-    again: Any = fresh.state_dict()  # type: ignore[attr-defined]
-    assert again == json.loads(text), f"{name}: what load_state_dict took is not what state_dict gives"
+    fresh.load_state_dict(copy.deepcopy(stored))  # type: ignore[attr-defined]
+    assert state_of(fresh) == stored, f"{name}: what load_state_dict took is not what state_dict gives"
     assert work(fresh) == expected, (
         f"{name} goes on differently after a crash: state_dict() must hold everything that later results depend on, "
         "and load_state_dict() put it back"
