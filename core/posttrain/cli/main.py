@@ -15,6 +15,7 @@ from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 
 COMMANDS = {
     "train": "posttrain.cli.train",
+    "plan": "posttrain.cli.plan",
     "show": "posttrain.cli.show",
     "diff": "posttrain.cli.diff",
     "compare": "posttrain.cli.compare",
@@ -32,6 +33,7 @@ train
   posttrain train experiment=NAME [KEY=VALUE ...]   train; posttrain train --help has the rest
   posttrain train --resume RUN                      go on with a run
   posttrain train --multirun KEY=A,B                one run for each value
+  posttrain plan experiment=NAME [KEY=VALUE ...]    grid, batches, memory and weight transfer, without a GPU
 
 look
   posttrain show RUN [--step N]                     sample rollouts with rewards and advantages

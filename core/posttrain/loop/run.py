@@ -15,6 +15,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller, LoopState
 from posttrain.loop.result import RunResult as RunResult
 from posttrain.loop.resume import check_changes
+from posttrain.placement.out_of_memory import memory_explained
 from posttrain.rollout.event_loop import run_to_end
 from posttrain.tracking.run_dir import RunDir, saved_config
 from posttrain.tracking.text import near
@@ -55,9 +56,10 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
             done = 0
             if found is None or found.step < config.rl.steps:
                 tracker.note(f"run: {near(directory.path)}")
-                parts = build(config, directory, tracker)
-                directory.write_fingerprints(parts.fingerprints)
-                done = run_to_end(_run(parts, found, loaded.tree))
+                with memory_explained(config):
+                    parts = build(config, directory, tracker)
+                    directory.write_fingerprints(parts.fingerprints)
+                    done = run_to_end(_run(parts, found, loaded.tree))
             outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
             return RunResult(directory.path, done, tracker.finish(outcome))
 
