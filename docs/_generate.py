@@ -13,6 +13,8 @@ A page holds a block between two marks; what is between them is replaced:
     <!-- generated: plugin-options envs -->  …  <!-- end -->    the options of every plug-in of a kind, one section each
     <!-- generated: other-names -->  …  <!-- end -->        keys of other trainers, and what answers them here
     <!-- generated: hooks -->  …  <!-- end -->              every hook of hooks/specs.py: what it may take, and when it is called
+    <!-- generated: capabilities -->  …  <!-- end -->       every capability: what it means and who is asked for it
+    <!-- generated: declared -->  …  <!-- end -->           what each built-in plug-in needs and provides
     <!-- generated: laws env -->  …  <!-- end -->           the laws of a contract suite of `posttrain.testing`
     <!-- generated: metrics -->  …  <!-- end -->            every metric of tracking/metric_names.py
     <!-- generated: example first_hour/my_rewards.py score -->  …  <!-- end -->    a file of docs/examples, or one function
@@ -39,6 +41,8 @@ from _markdown import code, prose, table
 from posttrain import errors
 from posttrain.cli.main import COMMANDS, HELP
 from posttrain.hooks import EVENTS, HookSpecs
+from posttrain.plugins import KINDS, discover
+from posttrain.plugins.capabilities import CAPABILITIES
 from posttrain.tracking.metric_names import SECTIONS
 
 DOCS = Path(__file__).parent
@@ -142,6 +146,25 @@ def _when(hook: str) -> str:
     return prose(" ".join((inspect.getdoc(getattr(HookSpecs, hook)) or "").split()))
 
 
+def capabilities(*_: str) -> str:
+    nouns = {"grid": "the grid (`grid.*`)", "run": "posttrain itself"}
+    rows = [
+        (code(one.name), one.meaning, ", ".join(nouns.get(role) or KINDS[role].noun for role in one.of) + "*" * one.assumed)
+        for one in CAPABILITIES.values()
+    ]
+    return table(("Capability", "What it is", "Asked of"), rows)
+
+
+def declared(*_: str) -> str:
+    cards = [(info, info.card) for kind in KINDS for info in discover(kind) if info.builtin]
+    rows = [
+        (f"{KINDS[info.kind].noun} {code(info.name)}", ", ".join(map(code, card.needs)), ", ".join(map(code, card.provides)))
+        for info, card in cards
+        if card.needs or card.provides
+    ]
+    return table(("Plug-in", "Needs", "Provides"), rows)
+
+
 def metrics(*_: str) -> str:
     parts = []
     for title, section in SECTIONS.items():
@@ -185,6 +208,8 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "example": example,
     "hooks": hooks,
     "metrics": metrics,
+    "capabilities": capabilities,
+    "declared": declared,
 }
 
 

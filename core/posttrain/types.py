@@ -210,3 +210,15 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return self.rewards.shape[0]
+
+
+class Declares:
+    """What a plug-in needs of the other parts of a run, what it provides, and what it does not although its base class does.
+
+    Names of `posttrain.plugins.capabilities.CAPABILITIES`, in addition to those of the base classes. An object may set its own,
+    for what depends on its options.
+    """
+
+    needs: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()

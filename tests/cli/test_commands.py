@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import subprocess
@@ -79,6 +80,34 @@ def test_plugins_doctor(capsys, fake_distribution) -> None:
         "needs 'not_there', which is missing" in text and "fix: pip install not_there" in text and "1 plug-ins, 1 broken" in text
     )
     assert run("plugins", "doctor", "nosuch") == 2
+
+
+def test_the_doctor_finds_nothing_broken_in_what_posttrain_brings(capsys, monkeypatch) -> None:
+    """An extra that is not installed is no fault: it is told with what to type."""
+    monkeypatch.setenv("POSTTRAIN_PLUGINS", "none")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "trackio" else real(name, *a))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    assert run("plugins", "doctor", "--kind", "hooks") == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if "hooks/trackio" in line)
+    assert lines[at].startswith("-  ") and lines[at].endswith("optional: needs 'trackio', which is missing")
+    assert lines[at + 1].strip() == "to have it: pip install 'posttrain[trackio]'"
+    assert lines[-1].endswith(" plug-ins, 0 broken, 1 optional and not installed")
+    assert run("plugins", "list", "--json", "trackio") == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["state"], entry["fix"]) == ("optional", "pip install 'posttrain[trackio]'")
+
+
+@pytest.mark.parametrize(("builtin", "requires"), [(False, 'absent_one; extra == "one"'), (True, "absent_one")])
+def test_what_others_bring_or_what_is_required_stays_broken(builtin, requires, capsys, fake_distribution) -> None:
+    """Only an extra of posttrain itself may be absent; what it requires may not, and others are to say what they need."""
+    fake_distribution(
+        "posttrain" if builtin else "rl-extra", version="9.0", requires=(requires,),
+        points={"posttrain.envs": {"extra": "cli_extra:Env"}}, files={"cli_extra.py": "import absent_one\n"},
+    )  # fmt: skip
+    assert run("plugins", "doctor", "extra") == 2
+    assert "! " in capsys.readouterr().out
 
 
 def test_experiments_list(capsys, fake_distribution) -> None:

@@ -26,16 +26,16 @@ def test_the_recipe_has_no_engine_and_no_options_of_one() -> None:
 def test_without_an_engine_everything_that_samples_is_told_at_once() -> None:
     found = problems(*SUMS, "rollout.engine=none")
     assert set(found) == {"environments[0].name", "rl.objective.name", "rl.group_size"}
-    assert "need an engine to answer them" in found["environments[0].name"] and "preference" in found["environments[0].name"]
-    assert "grpo learns from sampled completions" in found["rl.objective.name"] and "dpo" in found["rl.objective.name"]
+    assert "'none' needs pairs" in found["environments[0].name"] and "name: preference" in found["environments[0].name"]
+    assert "'none' needs pairs" in found["rl.objective.name"] and "rl.objective.name=dpo" in found["rl.objective.name"]
     assert "8 with rollout.engine=none: a pair is a group of two" in found["rl.group_size"]
 
 
 def test_pairs_are_refused_where_an_engine_would_sample_others() -> None:
     found = problems(*PAIRS, "rollout.engine=hf", "rollout.max_tokens=8")
-    assert list(found) == ["environments[0].name"]
-    assert "preference brings its completions with it, and rollout.engine=hf would sample others" in found["environments[0].name"]
-    assert "rollout.engine=none" in found["environments[0].name"]
+    assert list(found) == ["rollout.engine"]
+    assert "'preference' (posttrain 0.1.0) needs no_sampling" in found["rollout.engine"] and "'hf'" in found["rollout.engine"]
+    assert "rollout.engine=none" in found["rollout.engine"]
 
 
 @pytest.mark.parametrize(

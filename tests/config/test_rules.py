@@ -42,7 +42,6 @@ TOY = "experiment=toy_grpo"
         (["loop.commit_order=arrival"], ["loop.commit_order: not available yet", "whole cohort", "set loop.commit_order=auto"]),
         (["loop.commit_order=arrival", "rollout.engine=vllm"], ["loop.commit_order: not available yet"]),
         (["model.attn_implementation=eager"], ["model.attn_implementation: eager would not run", "rl.shared_prefix=false"]),
-        (["weights.transport=inproc", "rollout.engine=vllm"], ["weights.transport: inproc copies within one process"]),
         (["grid.dp_shard=2"], ["grid.dp_shard: dp_replicate * dp_shard = 2 under grid.backend=local"]),
         (["environments=[{name: toy}, {name: toy}]"], ["environments[1]: repeats 'toy' with the same options"]),
         (["environments=[{name: toy, weight: 0}]"], ["environments[0].weight: is 0, must be above 0"]),

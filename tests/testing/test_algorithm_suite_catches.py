@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.objective import Algorithm, Objective, PolicyGradient, PreferenceAlgorithm, build_objective
+from posttrain.errors import DataError
+from posttrain.objective import Algorithm, Objective, PolicyGradient, PreferenceAlgorithm, build_objective, terms
 from posttrain.objective.groups import centred
 from posttrain.testing import AlgorithmContract
 
@@ -168,6 +169,22 @@ class TestKept(AlgorithmContract):
     plugin = Kept
 
 
+class OnlyBinary(Good):
+    """Takes 0 and 1, and does not say so."""
+
+    def advantages(self, rewards: Any, groups: Any, trained: Any) -> Any:
+        if not {reward for reward in rewards if reward is not None} <= {0.0, 1.0}:
+            raise DataError("rewards must be 0 or 1")
+        return super().advantages(rewards, groups, trained)
+
+
+class OldAnyway(Good):
+    """Reads old log-probs that it did not ask for."""
+
+    def policy_loss(self, batch: Any) -> Any:
+        return terms.require(batch, "old_logprobs", "compares with the old policy") * super().policy_loss(batch)
+
+
 BROKEN: dict[str, tuple[type[Algorithm] | type[Objective], str]] = {
     "test_loss_and_gradient_are_finite": (Infinite, r"the loss is (nan|-?inf)"),
     "test_loss_is_a_float64_scalar_with_gradient": (Narrow, r"torch.float32 for float64 log-probs"),
@@ -175,6 +192,7 @@ BROKEN: dict[str, tuple[type[Algorithm] | type[Objective], str]] = {
     "test_the_order_changes_nothing": (ByPosition, r"the order of the rows decides; go by `groups`"),
     "test_untrained_positions_count_for_nothing": (Unmasked, r"mask False holds nan; use torch.where\(mask"),
     "test_padding_changes_nothing": (CountsPadding, r"tokens that are not trained were counted; count with batch.mask"),
+    "test_what_it_does_not_need_may_be_absent": (OnlyBinary, r"more than it says, groups: rewards must be 0 or 1"),
     "test_what_was_better_gets_more_likely": (WrongSign, r"pushed the wrong way: check the sign"),
     "test_advantages_of_what_cannot_teach_are_zero": (NoBaseline, r"rewards of a group agree, and it has advantages .*, not 0"),
     "test_what_does_not_count_changes_nothing_for_the_others": (CountsUnscorable, r"reward None, .* out of the baseline"),
@@ -207,6 +225,7 @@ def test_there_is_a_broken_one_for_every_law(laws: Callable[[type], set[str]]) -
     [
         ("test_loss_is_a_float64_scalar_with_gradient", Detached, "no gradient to the log-probs"),
         ("test_what_was_better_gets_more_likely", LearnsNothing, "nothing is learned from what was better"),
+        ("test_what_it_does_not_need_may_be_absent", OldAnyway, "more than it says, groups: the TokenBatch has no old_logprobs"),
         ("test_state_survives_a_crash", Tensors, "state_dict()['mean'] is a Tensor, not text, a number, a list or a dict; use"),
         ("test_state_survives_a_crash", ByNumber, "state_dict()['means'] has the key 0, which would come back as text"),
     ],

@@ -238,6 +238,15 @@ class SlowSums(Sums):
         return "7"
 
 
+class Shades(Good):
+    """Gives a half for a number, and says that it does not."""
+
+    provides = ("binary_rewards",)
+
+    def compute_reward(self, state: EpisodeState) -> Any:
+        return 0.5 if state.completion.strip() == "7" else 0.0
+
+
 BROKEN: dict[str, tuple[type[Environment], str]] = {
     "test_both_splits_hold_rows_with_ids_of_their_own": (SameIds, r"rows share an id: \['row'\]"),
     "test_the_same_options_give_the_same_rows": (Unseeded, r"differs from call to call: draw from random.Random\(seed\)"),
@@ -258,6 +267,7 @@ BROKEN: dict[str, tuple[type[Environment], str]] = {
     "test_a_coroutine_lets_the_others_run": (Blocks, r"compute_reward is a coroutine and blocks the event loop for 1\.\d s"),
     "test_a_cancelled_coroutine_leaves_nothing": (Stubborn, r"compute_reward, cancelled: it went on and gave a result"),
     "test_state_survives_a_crash": (Forgets, r"goes on differently after a crash: state_dict\(\) must hold"),
+    "test_what_it_says_it_provides_is_so": (Shades, r"'7' is worth 0.5, and it provides binary_rewards"),
     "test_state_changes_where_the_run_keeps_it": (OnACopy, r"runs on copies in other processes: change it in finish_reward"),
     "test_state_is_the_same_in_any_order": (LastOne, r"depends on the order in which episodes end"),
     "test_it_names_a_contract_version": (Future, r"api = 2: this contract is version 1"),

@@ -95,12 +95,19 @@ class Once(InprocTransport):
         self.ended = True
 
 
+class StaysHere(InprocTransport):
+    """Copies within this process, and says that it does more."""
+
+    provides = ("between_processes",)
+
+
 BROKEN: dict[str, tuple[type[Transport], str]] = {
     "test_a_slot_has_the_size_asked_for": (Rounds, r"allocate\(1000\) gave 1024 bytes"),
     "test_all_buckets_bring_all_parameters": (Wrong, r"pull brought other bytes"),
     "test_a_pull_moves_its_bucket_and_nothing_else": (Spills, r"wrote outside of the pieces"),
     "test_two_slots_do_not_share_memory": (Shares, r"two slots share memory"),
     "test_a_handle_travels_as_plain_data": (HoldsALock, r"cannot be sent to another process"),
+    "test_another_process_pulls_when_it_says_so": (StaysHere, r"cannot be pulled from in another process"),
     "test_lanes_pull_at_the_same_time": (OneAtATime, r"is wrong after pulls at the same time"),
     "test_a_lane_that_closes_harms_no_other": (ClosesAll, r"fresh\(\) must share nothing that close\(\) ends"),
     "test_a_slot_that_is_gone_is_a_clear_error": (Silent, r"DID NOT RAISE .*WeightSyncError"),

@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.cli.main import Parser
 from posttrain.cli.text import table
 from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from posttrain.plugins.capabilities import FIELDS
 from posttrain.plugins.card import Card
 from posttrain.plugins.discovery import ALLOW_VARIABLE, PluginInfo, allowed, installed
 from posttrain.plugins.doctor import Finding, doctor, look
@@ -55,11 +56,15 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _entry(info: PluginInfo, card: Card) -> dict[str, Any]:
-    """All that is known of a plug-in without importing it. state: ok, quarantined (why and fix), or hidden."""
+    """All that is known of a plug-in without importing it.
+
+    state: ok; or with why and fix: quarantined, hidden, or optional (one of posttrain's own, whose extra is not installed).
+    """
     finding = look(info, card)
     if not allowed(info):
         finding = Finding(info, f"{ALLOW_VARIABLE} leaves it out", f"add {info.name} to {ALLOW_VARIABLE}, or unset it")
-    state = ("quarantined" if allowed(info) else "hidden") if finding.problem else "ok"
+    broken = "optional" if finding.optional else "quarantined"
+    state = (broken if allowed(info) else "hidden") if finding.problem else "ok"
     about = {"group": KINDS[info.kind].group, "state": state, "why": finding.problem, "fix": finding.fix}
     known = dataclasses.asdict(card)
     del known["problem"]
@@ -82,6 +87,7 @@ def _details(entry: dict[str, Any]) -> str:
     lines += [f"  state    {entry['state']}" + (f": {entry['why']}" if entry["why"] else "")]
     lines += [f"  fix      {entry['fix']}"] if entry["fix"] else []
     lines += [f"  code     {entry['value']}, {entry['file'] or 'no file'}:{entry['line']}, api {entry['api']}"]
+    lines += [f"  {field:<8} {', '.join(entry[field])}" for field in FIELDS if entry[field]]
     for option in entry["options"]:
         value = "(must be given)" if option["default"] is None else f"= {option['default']}"
         lines.append(f"  {option['name']}: {option['type']} {value}" + (f"  # {option['help']}" if option["help"] else ""))
@@ -91,10 +97,14 @@ def _details(entry: dict[str, Any]) -> str:
 def _doctor(args: argparse.Namespace) -> int:
     findings = doctor(args.kind, args.name)
     for finding in findings:
-        mark = "!" if finding.problem else "ok"
-        print(f"{mark:<3}{finding.plugin.kind}/{finding.plugin.name} ({finding.plugin.owner}), {finding.seconds:.2f} s")
+        name = f"{finding.plugin.kind}/{finding.plugin.name} ({finding.plugin.owner})"
+        if finding.optional:
+            print(f"-  {name}, optional: {finding.problem}\n     to have it: {finding.fix}")
+            continue
+        print(f"{'!' if finding.problem else 'ok':<3}{name}, {finding.seconds:.2f} s")
         if finding.problem:
             print(f"     {finding.problem}\n     fix: {finding.fix}")
-    broken = sum(bool(finding.problem) for finding in findings)
-    print(f"{len(findings)} plug-ins, {broken} broken")
+    optional = sum(finding.optional for finding in findings)
+    broken = sum(bool(finding.problem) for finding in findings) - optional
+    print(f"{len(findings)} plug-ins, {broken} broken" + (f", {optional} optional and not installed" if optional else ""))
     return EXIT_CONFIG if broken or not findings else EXIT_OK

@@ -10,6 +10,7 @@ from typing import Any
 from posttrain.config.anywhere import absolute_files
 from posttrain.config.call import keyword
 from posttrain.config.compose import Composed, compose
+from posttrain.config.fit import check_fit
 from posttrain.config.flat_keys import renamed, renamed_entry
 from posttrain.config.layers import ABSENT, leaves
 from posttrain.config.plugin_options import PluginCheck
@@ -70,7 +71,8 @@ def load_config(
     early = list(walker.problems)
     rules = check_rules(config, early)
     config = PluginCheck(composed.layers, walker, notes).run(config)
-    problems = [_decoded(problem, composed) for problem in (*walker.problems, *rules)]
+    found = [*walker.problems, *rules]
+    problems = [_decoded(problem, composed) for problem in (*found, *check_fit(config, found))]
     if problems:
         if values is not None:
             problems = [_in_a_call(problem) for problem in problems]

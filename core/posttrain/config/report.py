@@ -16,7 +16,7 @@ def refuse(
     """One error that names all `problems`: a ConfigError, or the problem's own error when there is just one that has one."""
     if len(problems) == 1 and problems[0].error is not None:
         only = problems[0].error
-        source = origin(problems[0].path) if origin else ""
+        source = origin(problems[0].path) if origin and problems[0].path else ""
         only.where = only.where or problems[0].path + (f" ({source})" if source else "")
         return only
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -28,5 +28,10 @@ def refuse(
         if problem.fix:
             lines.append(f"      fix: {problem.fix}")
     error = ConfigError("\n".join(lines), anchor=ANCHOR)
-    error.problems = [Problem(p.path, p.what, p.fix) for p in problems]
+    error.problems = [one for problem in problems for one in _single(problem)]
     return error
+
+
+def _single(problem: Problem) -> Sequence[object]:
+    """The problem alone, or those that its error tells in one table."""
+    return getattr(problem.error, "problems", ()) or [Problem(problem.path, problem.what, problem.fix)]

@@ -149,15 +149,6 @@ def _updates(config: RunConfig) -> int:
     )
 
 
-def _transport(config: RunConfig) -> Iterator[Problem]:
-    if config.weights.transport == "inproc" and config.rollout.engine == "vllm":
-        yield Problem(
-            "weights.transport",
-            "inproc copies within one process, and the vllm engine is another one",
-            "set weights.transport=shm, or auto",
-        )
-
-
 def _attention(config: RunConfig) -> Iterator[Problem]:
     chosen = config.model.attn_implementation
     if config.rl.shared_prefix and chosen != "sdpa":
@@ -219,7 +210,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("grid", "rollout.tensor_parallel_size"), _grid),
     (("rl.min_informative_groups", "rl.min_informative_groups_frac"), _dynamic_sampling),
     (("rl.lr_scheduler", "rl.steps", "rl.batch_per_replica", "rl.mini_batch_per_replica"), _optimizer),
-    (("weights.transport", "rollout.engine"), _transport),
     (("model.attn_implementation", "rl.shared_prefix"), _attention),
     *(_not_yet(path, why) for path, why in NOT_YET.items()),
 )

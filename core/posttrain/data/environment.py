@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
-from posttrain.types import Message, Reward, Trajectory
+from posttrain.types import Declares, Message, Reward, Trajectory
 
 Split: TypeAlias = Literal["train", "test"]
 Prompt: TypeAlias = list[Message] | str | list[int]
@@ -68,7 +68,7 @@ class EpisodeState:
     seed: int = 0
 
 
-class Environment(ABC):
+class Environment(Declares, ABC):
     """Base class of every environment. `Options` are its settings under `environments[i].options`."""
 
     api: ClassVar[int] = 1
@@ -91,7 +91,7 @@ class Environment(ABC):
     def env_response(self, state: EpisodeState) -> list[Message] | Awaitable[list[Message] | None] | None:
         """The environment's answer to the model's last turn; None ends the episode. Default: a single turn.
 
-        Runs refuse an environment that overrides this: they do not drive several turns yet.
+        An environment that overrides this needs `multi_turn`, and runs refuse it: they do not drive several turns yet.
         """
         return None
 

@@ -26,7 +26,7 @@ from posttrain.data.hub import model_config
 from posttrain.data.hub import stop_token_ids as stop_token_ids
 from posttrain.data.special_tokens import SpecialTokens
 from posttrain.errors import PackerError, error
-from posttrain.types import Message, Trajectory
+from posttrain.types import Declares, Message, Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ _TOKENIZER_FIX = (
 _TEMPLATE_FIX = "set model.chat_template to a Jinja template or to the path of a file that holds one"
 
 
-class DataPacker(ABC):
+class DataPacker(Declares, ABC):
     """Base class of every packer. The factory takes no argument; `setup` then binds the packer to a model.
 
     tokenizer        of the model, None before `setup`

@@ -60,6 +60,9 @@ class PairIds:
 class PreferenceEnvironment(Environment):
     """Base of environments whose rows are pairs."""
 
+    needs: tuple[str, ...] = ("no_sampling",)
+    provides: tuple[str, ...] = ("pairs", "binary_rewards")
+
     @property
     def truncate(self) -> Truncate:
         """What a pair over `rollout.max_model_len` loses."""

@@ -20,8 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from posttrain.types import Declares
 
-class Hook:
+
+class Hook(Declares):
     """A plug-in's own code at fixed points of a run. `Options` are its settings under `hooks[i].options`.
 
     All methods of one hook run in one thread of their own, one after the other, while the run waits for them. Nothing may have

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain import plugins
+from posttrain.config.fit import refuse_misfits
 from posttrain.config.schema import NO_ENGINE
-from posttrain.errors import ConfigError
 from posttrain.loop.model_folder import made_folder, model_folder
 from posttrain.loop.pairs import check_pairs
 from posttrain.loop.states import training_keepers
@@ -68,6 +68,9 @@ def prepare(
         say(note)
     hooks = build_hooks(config.hooks)
     environments = build_environments(config)
+    made: dict[str, Any] = {"rl.objective.name": objective.algorithm}
+    made |= {f"environments[{i}].name": env for i, env in enumerate(environments.values())}
+    refuse_misfits(config, made)  # before data is read
     sampler = build_sampler(config, environments)
     offline = config.rollout.engine == NO_ENGINE
     held_out = held_out_draws(sampler.sources, environments, config.validation.prompts)
@@ -83,6 +86,7 @@ def prepare(
     for note in asked_as_text(packer, environments, sampler.sources):
         say(note)
     engine = None if offline or path is None or packer is None else build_engine(config, path, packer, logs)
+    refuse_misfits(config, made | {"rl.data.packer": packer, "rollout.engine": engine})
     keepers = training_keepers(config, objective, environments, packer)
     for keeper in keepers:
         keeper.save()  # a state that no checkpoint can hold is told now, not after the first hours
@@ -113,23 +117,14 @@ def build_run_objective(config: RunConfig) -> Objective:
 
 
 def build_environments(config: RunConfig) -> dict[str, Environment]:
-    """The environments by name; a second of the same name is called `name#2`. Raises ConfigError for several turns."""
-    from posttrain.data.environment import Environment
-
+    """The environments by name; a second of the same name is called `name#2`."""
     out: dict[str, Environment] = {}
     for position, entry in enumerate(config.environments):
         called = name = without_folders(entry.name)
         number = 2
         while name in out:
             name, number = f"{called}#{number}", number + 1
-        env = out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
-        if type(env).env_response is not Environment.env_response:
-            raise ConfigError(
-                f"environment {entry.name!r} answers the model: multi-turn episodes are not driven yet",
-                cause=f"{type(env).__name__} overrides env_response, and a run would train on the first turn alone",
-                fix="choose a single-turn environment, or remove env_response and score one turn",
-                where=f"environments[{position}].name",
-            )
+        out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
     return out
 
 

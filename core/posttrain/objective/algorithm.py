@@ -31,6 +31,7 @@ from posttrain.objective import terms
 from posttrain.objective.groups import Floats, Rewards, best_and_worst
 from posttrain.objective.loss import token_loss
 from posttrain.objective.options import ClipOptions, TokenOptions
+from posttrain.types import Declares
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ class Context:
     asynchronous: bool = False
 
 
-class Algorithm(ABC):
+class Algorithm(Declares, ABC):
     """An algorithm over tokens. Subclasses nest their `Options` and implement `advantages` and `policy_loss`."""
 
     api: ClassVar[int] = 1
@@ -168,6 +169,7 @@ class PreferenceAlgorithm(Algorithm):
     """Base of algorithms that learn from pairs: they implement `loss`, and take no shared terms and no advantages."""
 
     Options: ClassVar[type[option.Options]] = option.Options
+    provides: tuple[str, ...] = ("pairs",)
     handles_ratio = "none"
 
     def advantages(self, rewards: Rewards, groups: Sequence[Hashable], trained: Sequence[bool]) -> Floats:

@@ -1,8 +1,9 @@
 """What a plug-in says about itself, read from its source without importing it.
 
 The file that an entry point names is found on `sys.path` and parsed with `ast`: the first line of the docstring is the help, a
-class variable `api = 1` the contract's version, and the annotated fields of the nested `Options` its options, those of base
-classes in other files included. So a card exists for broken plug-ins and for plug-ins whose dependencies are absent, too.
+class variable `api = 1` the contract's version, the annotated fields of the nested `Options` its options, and the names in
+`needs`, `provides` and `lacks` its capabilities, those of base classes in other files included. So a card exists for broken
+plug-ins and for plug-ins whose dependencies are absent, too.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from posttrain.plugins.capabilities import FIELDS, SIGNS, Declared
+from posttrain.plugins.kinds import KINDS
 from posttrain.plugins.source import Scope, open_module
 
 
@@ -30,7 +35,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """help, api and options of a plug-in. `complete` is false when a base class could not be read, so options may be missing.
+    """help, api, options and capabilities of a plug-in. `complete` is false when a base class could not be read, so options may
+    be missing.
 
     `problem` says why the source could not be read; `missing` names top-level imports of the file that are not installed.
     """
@@ -43,6 +49,13 @@ class Card:
     complete: bool = True
     problem: str = ""
     missing: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def declared(self) -> Declared:
+        return Declared(self.needs, self.provides, self.lacks)
 
 
 def find_source(module: str) -> Path | None:
@@ -61,8 +74,11 @@ def find_source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-def read_card(value: str) -> Card:
-    """The card of `module:attr`, or of a module. Never raises for a broken plug-in: `problem` says what is wrong."""
+def read_card(value: str, kind: str = "") -> Card:
+    """The card of `module:attr`, or of a module, as a plug-in of `kind`.
+
+    Never raises for a broken plug-in: `problem` says what is wrong.
+    """
     module, _, attr = value.partition(":")
     file = find_source(module)
     if file is None:
@@ -88,6 +104,7 @@ def read_card(value: str) -> Card:
     if isinstance(node, ast.FunctionDef):
         return Card(str(file), node.lineno, _first_line(ast.get_docstring(node)), complete=False, missing=missing)
     fields, complete = _option_fields(owner, node)
+    said = Declared.of({*_base_words(kind), *_words(owner, node, kind)})
     return Card(
         file=str(owner.file),
         line=node.lineno,
@@ -97,6 +114,9 @@ def read_card(value: str) -> Card:
         complete=complete,
         problem=_options_problem(node),
         missing=missing,
+        needs=said.needs,
+        provides=said.provides,
+        lacks=said.lacks,
     )
 
 
@@ -161,6 +181,44 @@ def _fields_of(scope: Scope, node: ast.ClassDef, depth: int) -> tuple[dict[str, 
                     scope.comment(statement.lineno, statement.end_lineno),
                 )
     return fields, complete
+
+
+def _words(scope: Scope, node: ast.ClassDef, kind: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """`(field, capability)` of everything that a class and its bases say or show, as far as they can be read."""
+    base = KINDS[kind].base if kind in KINDS else None
+    signs = {} if f"{scope.module}:{node.name}" == base else SIGNS.get(kind, {})
+    for statement in node.body:
+        name, value = _bound(statement)
+        if name in FIELDS and isinstance(value, (ast.Tuple, ast.List, ast.Set)):
+            yield from (
+                (name, item.value) for item in value.elts if isinstance(item, ast.Constant) and isinstance(item.value, str)
+            )
+        if name in signs and (value is None or (isinstance(value, ast.Constant) and value.value is True)):
+            yield signs[name]
+    for found in map(scope.resolve_class, node.bases) if depth < 20 else ():
+        if found is not None:
+            yield from _words(*found, kind, depth + 1)
+
+
+def _bound(statement: ast.stmt) -> tuple[str, ast.expr | None]:
+    """The name that a statement of a class body binds, "" for none, and its value; a method has none."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return statement.name, None
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, statement.value
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+        return statement.target.id, statement.value
+    return "", None
+
+
+@lru_cache
+def _base_words(kind: str) -> frozenset[tuple[str, str]]:
+    """What the base class of a kind says: a plug-in may import it under a name that only an import would know."""
+    base = KINDS[kind].base if kind in KINDS else None
+    module, _, attr = (base or "").partition(":")
+    file = find_source(module) if module else None
+    found = open_module(module, file, find_source).class_named(attr) if file else None
+    return frozenset(_words(*found, kind)) if found else frozenset()
 
 
 def _default(value: ast.expr | None) -> str | None:

@@ -53,10 +53,10 @@ class PluginInfo:
 
     @property
     def card(self) -> Card:
-        """Help, `api` and options, read from the source file without importing it."""
+        """Help, `api`, options and capabilities, read from the source file without importing it."""
         from posttrain.plugins.card import read_card
 
-        return read_card(self.value)
+        return read_card(self.value, self.kind)
 
 
 def discover(kind: str) -> list[PluginInfo]:

@@ -9,21 +9,26 @@ import time
 from dataclasses import dataclass
 
 from posttrain.errors import PosttrainError
+from posttrain.plugins.capabilities import name_fault
 from posttrain.plugins.card import Card
 from posttrain.plugins.discovery import PluginInfo, discover
 from posttrain.plugins.kinds import KINDS, speaks
-from posttrain.plugins.problems import install_command
+from posttrain.plugins.problems import extra_of, install_command
 from posttrain.plugins.resolution import import_target, resolve
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One plug-in and what is wrong with it; `problem` is empty when it works. `seconds`: what importing it took."""
+    """One plug-in and what is wrong with it; `problem` is empty when it works. `seconds`: what importing it took.
+
+    optional: nothing is broken: posttrain brings it, and what it needs is in an extra that is not installed.
+    """
 
     plugin: PluginInfo
     problem: str = ""
     fix: str = ""
     seconds: float = 0.0
+    optional: bool = False
 
     def __str__(self) -> str:
         """One line: name, distribution and cause."""
@@ -41,11 +46,15 @@ def look(info: PluginInfo, card: Card | None = None) -> Finding:
     card = card or info.card
     doctor_it = f"posttrain plugins doctor {info.name}"
     if card.missing:
-        return Finding(info, f"needs {card.missing[0]!r}, which is missing", install_command(card.missing[0], info))
+        absent = card.missing[0]
+        optional = info.builtin and all(extra_of(name, info) for name in card.missing)
+        return Finding(info, f"needs {absent!r}, which is missing", install_command(absent, info), optional=optional)
     if card.problem:
         return Finding(info, card.problem, doctor_it)
     if not speaks(card.api):
         return Finding(info, f"is written for api {card.api}", doctor_it)
+    if fault := name_fault(info.kind, card.declared):
+        return Finding(info, *fault)
     return Finding(info)
 
 
@@ -57,6 +66,9 @@ def quarantined() -> list[Finding]:
 
 def _try(info: PluginInfo) -> Finding:
     start = time.perf_counter()
+    seen = look(info)
+    if seen.optional:
+        return seen
     try:
         if KINDS[info.kind].base is None:
             import_target(info.value)

@@ -1,7 +1,7 @@
 """The ways in which a selected plug-in can fail, each with owner, file and the command that fixes it.
 
-plugin-not-installed · plugin-dependency · plugin-import · plugin-type · plugin-api · plugin-options, and plugin-ambiguous for
-names that clash.
+plugin-not-installed · plugin-dependency · plugin-import · plugin-type · plugin-api · plugin-options · plugin-capability, and
+plugin-ambiguous for names that clash.
 """
 
 from __future__ import annotations
@@ -129,6 +129,15 @@ def bad_options(
     )
 
 
+def bad_capability(
+    kind: Kind, ref: str, info: PluginInfo | None, fault: tuple[str, str], file: str = "", where: str = ""
+) -> PluginError:
+    """The plug-in needs, provides or lacks something that is no capability; `fault` says what is wrong and how to mend it."""
+    return PluginError(
+        f"{subject(kind, ref, info)} {fault[0]}", cause=file, where=where, fix=fault[1], code="plugin-capability", anchor=ANCHOR
+    )
+
+
 def wrong_api(kind: Kind, ref: str, info: PluginInfo | None, api: object, file: str = "", where: str = "") -> PluginError:
     """The plug-in was written for another version of its contract."""
     newer = isinstance(api, int) and api > max(supported_apis())
@@ -166,15 +175,26 @@ def distribution_of(module: str) -> str:
 
 def install_command(module: str, info: PluginInfo | None) -> str:
     """What to type for an absent module: the owner's requirement or extra when it names one."""
-    wanted = distribution_of(module)
+    spec, extra = _required(module, info) or (distribution_of(module), "")
+    if extra and info:
+        return f"pip install '{info.distribution}[{extra}]'"
+    return f"pip install {spec}" if spec == distribution_of(module) else f"pip install '{spec}'"
+
+
+def extra_of(module: str, info: PluginInfo) -> str:
+    """The extra of the plug-in's distribution that an absent module belongs to; "" when it belongs to none."""
+    return (_required(module, info) or ("", ""))[1]
+
+
+def _required(module: str, info: PluginInfo | None) -> tuple[str, str] | None:
+    """The requirement of the owner that brings a module, and the extra that it is of, "" for none."""
     for requirement in _requirements(info) if info else ():
         spec, _, marker = (part.strip() for part in requirement.partition(";"))
         name = re.match(r"[\w.-]+", spec)
-        if name is None or normalised(name[0]) != normalised(wanted):
-            continue
-        extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
-        return f"pip install '{info.distribution}[{extra[1]}]'" if extra and info else f"pip install '{spec}'"
-    return f"pip install {wanted}"
+        if name is not None and normalised(name[0]) == normalised(distribution_of(module)):
+            extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
+            return spec, extra[1] if extra else ""
+    return None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.deprecation import PosttrainDeprecationWarning
 from posttrain.errors import error
 from posttrain.plugins import kinds, problems
+from posttrain.plugins.capabilities import capability_fault
 from posttrain.plugins.construction import constructor_fault, dataclass_fault, options_fault
 from posttrain.plugins.discovery import PluginInfo, discover, normalised
 from posttrain.plugins.kinds import Kind, kind_of, speaks
@@ -116,6 +117,8 @@ def validate(kind: Kind, ref: str, info: PluginInfo | None, loaded: Any, where: 
         raise problems.wrong_type(kind, ref, info, fault[0], file, where, fix=fault[1])
     if fault := options_fault(loaded):
         raise problems.bad_options(kind, ref, info, fault, file, where)
+    if fault := capability_fault(kind.name, loaded):
+        raise problems.bad_capability(kind, ref, info, fault, file, where)
     return loaded
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from posttrain.errors import WeightSyncError
+from posttrain.types import Declares
 
 if TYPE_CHECKING:
     from posttrain.types import Completion, Request
@@ -50,11 +51,13 @@ class EngineSpec:
     log_dir: Path | None = None
 
 
-class Engine(ABC):
+class Engine(Declares, ABC):
     """One rollout body's generator. All methods are called from one event loop."""
 
     api: ClassVar[int] = 1
     name: ClassVar[str] = ""
+    provides: tuple[str, ...] = ("rollout_logprobs", "partial_rollouts", "inflight_updates")
+    """What the methods below promise. An engine that does not keep it says so: `lacks = ("partial_rollouts",)`."""
     shared_staging: ClassVar[bool] = False
     """Whether `apply` reads the staged weights from other processes, so that staging must be shared memory."""
 
@@ -67,7 +70,7 @@ class Engine(ABC):
         self.options = options if options is not None else type(self).Options()
         self.invalid: str | None = None
 
-    @classmethod  # noqa: B027  an engine need not check anything
+    @classmethod
     def preflight(cls, spec: EngineSpec, options: Any) -> None:
         """What `start` would refuse, as far as it can be told without starting anything. Called before the policy loads.
 

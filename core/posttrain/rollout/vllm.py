@@ -50,6 +50,8 @@ class VllmEngine(Engine):
     """vLLM as the rollout engine: continuous batching, prefix cache, updates in flight."""
 
     name: ClassVar[str] = "vllm"
+    needs: tuple[str, ...] = ("between_processes",)
+    provides: tuple[str, ...] = ("tensor_parallel",)
     shared_staging: ClassVar[bool] = True
 
     @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.config.fit import algorithm_needs
+from posttrain.errors import PosttrainError
 from posttrain.objective import Objective, PreferenceAlgorithm, build_objective
+from posttrain.plugins.capabilities import declared
 from posttrain.testing.laws import by_value, changed, has_state, kept, survives_a_crash, travelled
 from posttrain.testing.rows import ScoredRow, ScoredStep, score_rows, token_batch
 
@@ -67,9 +70,7 @@ class AlgorithmContract:
             )
         return made
 
-    def score(
-        self, objective: Objective, rows: Sequence[ScoredRow], parts: Sequence[Sequence[int]] | None = None
-    ) -> ScoredStep:
+    def score(self, objective: Objective, rows: Sequence[ScoredRow], parts: Sequence[Sequence[int]] | None = None) -> ScoredStep:
         """One optimizer step of a fresh copy, so that an algorithm with a state begins from the same one every time."""
         by_value(objective.algorithm)
         return score_rows(travelled(objective), rows, parts)
@@ -159,6 +160,21 @@ class AlgorithmContract:
                 assert worst <= self.tolerance, f"row {number} is {side} and its tokens are pushed the wrong way: check the sign"
                 pushed[good] += sum(map(abs, grads[number]))
         assert pushed[True] > 0, "nothing is learned from what was better: its gradient is 0 everywhere"
+
+    def test_what_it_does_not_need_may_be_absent(self, objective: Objective) -> None:
+        """Log-probs of others than the policy, and rewards between 0 and 1: who needs them says so, and a run is told."""
+        algorithm = objective.algorithm
+        rows, needs = self.rows(objective), {*declared("algorithms", algorithm).needs, *algorithm_needs(algorithm)}
+        fields = {"old_logprobs": "old", "rollout_logprobs": "rollout", "reference": "ref"}
+        absent: dict[str, Any] = {field: None for need, field in fields.items() if need not in needs}
+        bare = [dataclasses.replace(row, **absent) for row in rows]
+        if "binary_rewards" not in needs:
+            bare = [dataclasses.replace(row, reward=None if row.reward is None else 0.25 + row.reward / 2) for row in bare]
+        try:
+            result = self.score(objective, bare)
+        except PosttrainError as exc:
+            pytest.fail(f"it needs more than it says, {', '.join(sorted(needs)) or 'nothing'}: {exc.message}")
+        assert math.isfinite(result.loss), f"without {', '.join(absent)} the loss is {result.loss}"
 
     # --- advantages ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import torch
 
 from posttrain.config.schema import WeightsConfig
 from posttrain.errors import WeightSyncError
+from posttrain.plugins.capabilities import declared
 from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.testing.laws import travelled
 from posttrain.testing.tiny_model import write_tiny_model
@@ -108,6 +109,12 @@ def ask(name: str, *, n: int = 1, seed: int = 0, prompt: Sequence[int] = (5, 6, 
     return Request(name, list(prompt), n, seed, Sampling(**{"max_tokens": 16, **sampling}))
 
 
+def provided(engine: Engine, capability: str) -> None:
+    """Skip a law that the engine says it does not keep; a run that needs it is refused."""
+    if capability not in declared("engines", engine).provides:
+        pytest.skip(f"lacks {capability}, and says so")
+
+
 class EngineContract:
     """What every engine does. fp32; `tolerance` in nats; `family` of the model (`posttrain.testing.tiny_model`)."""
 
@@ -149,6 +156,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
     def test_logprobs_are_those_of_the_distribution_sampled_from(self, rig: Rig, temperature: float) -> None:
+        provided(rig.engine, "rollout_logprobs")
         requests = [ask(f"t{i}", n=4, seed=i, prompt=range(4, 7 + 3 * i), temperature=temperature) for i in range(3)]
         by_id = {r.id: r for r in requests}
         gap = max(rig.worst_gap(by_id[c.request_id], c) for c in rig.generate(*requests))
@@ -210,6 +218,8 @@ class EngineContract:
             assert close, "logprobs(sequences) gives the log-prob of each token from the second on, at temperature 1"
 
     def test_an_aborted_request_ends_and_the_others_do_not(self, rig: Rig) -> None:
+        provided(rig.engine, "partial_rollouts")
+
         async def work() -> list[Completion]:
             requests = [ask("gone", n=2, max_tokens=240, ignore_eos=True), ask("stays", n=2, max_tokens=60, ignore_eos=True)]
             collecting = asyncio.create_task(rig.collect(requests))
@@ -281,6 +291,7 @@ class EngineContract:
 
     def test_an_update_in_flight_leaves_every_token_with_its_version(self, rig: Rig) -> None:
         """Tokens before the update fit the old weights, tokens after it the new ones with a recomputed cache."""
+        provided(rig.engine, "inflight_updates")
         request = ask("flight", n=4, max_tokens=240, ignore_eos=True, prompt=range(4, 14))
 
         async def work(wait: float) -> list[Completion]:

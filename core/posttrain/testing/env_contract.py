@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import pytest
 
 from posttrain.data.environment import Environment, EpisodeState, RowDataset, Split, episode, is_messages
+from posttrain.plugins.capabilities import declared
 from posttrain.rollout.rewards import as_reward
 from posttrain.rollout.scoring import Scorer
 from posttrain.testing.answers import HOSTILE, contradictions, spoilt
@@ -289,6 +290,16 @@ class EnvContract:
             "the state depends on the order in which episodes end, which differs from run to run: "
             "count in whole numbers, and keep no last one"
         )
+
+    def test_what_it_says_it_provides_is_so(self, env: Environment) -> None:
+        if "binary_rewards" not in declared("envs", env).provides:
+            pytest.skip("provides no binary_rewards")
+        for state in self.episodes(env):
+            total = self.reward(env, state).total
+            assert total in (None, 0.0, 1.0), (
+                f"{state.completion!r:.40} is worth {total}, and it provides binary_rewards, that every reward is 0 or 1. "
+                'Leave it out of `provides`, or set self.lacks = ("binary_rewards",) where options decide'
+            )
 
     def test_it_names_a_contract_version(self, env: Environment) -> None:
         assert type(env).api == 1, f"api = {type(env).api}: this contract is version 1"

@@ -1,11 +1,11 @@
 """The laws of a transport as tests: subclass, name the plug-in (`plugin = MyTransport`) or give one fixture.
 
-    class TestMine(TransportContract):
-        @pytest.fixture
-        def transport(self):
-            transport = MyTransport()
-            yield transport
-            transport.close()
+class TestMine(TransportContract):
+    @pytest.fixture
+    def transport(self):
+        transport = MyTransport()
+        yield transport
+        transport.close()
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.testing.laws import travelled
+from posttrain.plugins.capabilities import declared
+from posttrain.testing.elsewhere import pulled_elsewhere
+from posttrain.testing.laws import by_value, travelled
 from posttrain.weights.memory import Region, private_region
 from posttrain.weights.plan import BucketPlan, ParameterSpec, plan_buckets
 from posttrain.weights.publication import bucket_digest
@@ -105,6 +107,19 @@ class TransportContract:
         )
         assert same, "a copy of the handle leads to other bytes: everything that a lane needs is in it"
         lane.close()
+
+    def test_another_process_pulls_when_it_says_so(self, transport: Transport) -> None:
+        if "between_processes" not in declared("transports", transport).provides:
+            pytest.skip("provides no between_processes")
+        by_value(transport)
+        plan = self._plan()
+        slot, handle = self._publish(transport, plan)
+        pieces = plan.buckets[0].pieces
+        arrived = pulled_elsewhere(transport, handle, pieces, plan.nbytes)
+        same = all(
+            arrived[p.target : p.target + p.nbytes] == bytes(slot.buffer[p.source : p.source + p.nbytes].tolist()) for p in pieces
+        )
+        assert same, "another process pulled other bytes: leave between_processes out of `provides`"
 
     def test_lanes_pull_at_the_same_time(self, transport: Transport) -> None:
         plan, lanes = self._plan(), [transport.fresh() for _ in range(4)]

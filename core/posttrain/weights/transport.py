@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from posttrain.types import Declares
 from posttrain.weights.memory import Region
 from posttrain.weights.plan import BucketPlan, Piece
 
@@ -23,7 +24,7 @@ Handle = dict[str, Any]
 """Where a slot is, as plain picklable data; only the transport that made it can read it."""
 
 
-class Transport(ABC):
+class Transport(Declares, ABC):
     """One end of the way that weights travel."""
 
     api: ClassVar[int] = 1
@@ -44,7 +45,7 @@ class Transport(ABC):
     def allocate(self, nbytes: int) -> tuple[Region, Handle]:
         """Memory for one slot, and the handle under which lanes pull from it. Raises WeightSyncError when there is none."""
 
-    def register(self, region: Region) -> None:  # noqa: B027  (most transports need nothing)
+    def register(self, region: Region) -> None:
         """Prepare a lane's staging for pulls; called once for each region before the first."""
 
     @abstractmethod

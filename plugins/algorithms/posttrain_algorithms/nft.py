@@ -35,6 +35,7 @@ class NFT(Algorithm):
     """NFT: maximum likelihood on right completions, the implicit negative policy on wrong ones."""
 
     api = 1
+    needs = ("binary_rewards",)
     needs_groups = True
 
     @dataclass(frozen=True, kw_only=True)

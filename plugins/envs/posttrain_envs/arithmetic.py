@@ -21,6 +21,7 @@ class Arithmetic(Environment):
     """Exact arithmetic on small numbers; a tiny character-level model can learn it on a laptop."""
 
     api: ClassVar[int] = 1
+    provides = ("binary_rewards",)
 
     @dataclass(frozen=True, kw_only=True)
     class Options:

@@ -42,6 +42,7 @@ class Countdown(Environment):
     """Make a target out of given numbers; the answer is an expression, computed exactly."""
 
     api: ClassVar[int] = 1
+    provides = ("binary_rewards",)
 
     @dataclass(frozen=True, kw_only=True)
     class Options(DataOptions):
@@ -73,6 +74,11 @@ class Countdown(Environment):
             for place in ("{nums}", "{target}"):
                 if place not in self.prompt:
                     raise ValueError(f"prompt={self.prompt!r} does not hold {place}")
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        if self.options.format_weight:
+            self.lacks = ("binary_rewards",)
 
     def dataset(self, split: Split) -> RowDataset:
         """Rows `{"id", "nums", "target"}`."""

@@ -39,6 +39,7 @@ class Math(Environment):
     """Math problems with a final answer: GSM8K, MATH, DAPO-Math, DeepScaleR and files of your own."""
 
     api: ClassVar[int] = 1
+    provides = ("binary_rewards",)
 
     @dataclass(frozen=True, kw_only=True)
     class Options(DataOptions):
@@ -68,6 +69,11 @@ class Math(Environment):
                     fix="pip install 'posttrain[math]', or set `algebra: false` and compare numbers and text only",
                     code="math-verify",
                 )
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        if self.options.format_weight:
+            self.lacks = ("binary_rewards",)
 
     def dataset(self, split: Split) -> RowDataset:
         """The source's rows with `question` and `gold`. Repetitions in DAPO's file are left out, also across the splits.
