@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,11 @@ def run_posttrain(arguments: list[str], small: Small) -> None:
         arguments = small_training(arguments, small)
     elif "--step" in arguments:
         arguments[arguments.index("--step") + 1] = "1"
-    fine = (0, 2) if arguments[:2] == ["plugins", "doctor"] else (0,)  # 2: an optional dependency is not there
     if redirect:
         with open(redirect, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
-            assert main(arguments) in fine
+            assert main(arguments) == 0
     else:
-        assert main(arguments) in fine, arguments
+        assert main(arguments) == 0, arguments
 
 
 def split_redirect(arguments: list[str]) -> tuple[list[str], str | None]:
@@ -191,7 +191,10 @@ def run_python(arguments: list[str], small: Small) -> None:
     if arguments[0] == "docs/_generate.py":
         arguments = [*arguments, "--check"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    folder = Path.cwd()
+    if arguments[:2] == ["-m", "hatchling"]:  # builds the clone, into the page's folder
+        folder, arguments = ROOT, [str(folder / a) if before == "-d" else a for before, a in pairwise(["", *arguments])]
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,19 @@ def test_the_page_shows_the_first_rows_of_the_data() -> None:
     rows = [json.loads(line) for line in lines]
     assert len({row["question"] for row in rows}) == len(rows) == 200
     assert all(str(eval(row["question"].rstrip("="))) == row["answer"] for row in rows)
+
+
+def test_the_transcript_is_the_script_s_and_quiet() -> None:
+    """What was typed is what the script types, what `cat` shows is the file, and nothing chatters in between."""
+    script, transcript = ((FILES / name).read_text(encoding="utf-8") for name in ("first_hour.sh", "transcript.txt"))
+    typed = [shlex.split(line)[1] for line in re.findall(r"^  type_ .*$", script, flags=re.MULTILINE)]
+    shown = re.findall(r"^\$ (.*)$", transcript, flags=re.MULTILINE)
+    for line, asked in zip(shown, typed, strict=True):
+        parts = re.split(r"\$\(.*?\)|\$\w+", asked)  # around what the shell fills in
+        assert re.fullmatch(".+".join(map(re.escape, parts)), line), asked
+    for name in ("my_rewards.py", "train.py"):
+        assert f"$ cat {name}\n{(FILES / name).read_text(encoding='utf-8')}$ " in transcript
+    assert not re.search(r"warning|traceback|error:|/tmp|/home", transcript, flags=re.IGNORECASE)
 
 
 def test_the_script_is_ten_lines_at_most() -> None:
