@@ -35,12 +35,18 @@ assert all(sys.argv[1] in module.__file__ for name, module in sys.modules.items(
 objective = posttrain.build_objective("grpo", group_size=2)
 assert objective.advantages([1.0, 0.0], ["g", "g"]).sum() == 0
 assert posttrain.load_config(["experiment=arithmetic_grpo"]).config.rl.objective.name == "grpo"
+from pathlib import Path
+from posttrain.testing.tiny_model import write_tiny_model
+from posttrain.testing.tiny_run import TinyRun
+write_tiny_model(Path("tiny"))
+result = TinyRun(Path("tiny"), Path.cwd())(["rl.steps=1"])
+assert result.steps_done == 1 and (result.export("exported") / "model.safetensors").is_file()
 from posttrain.cli.main import main
 sys.exit(main(["plugins", "list"]))
 """
 
 
-def test_it_runs_unpacked_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
+def test_it_trains_and_exports_unpacked_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
     """With the wheel's own metadata and without the clone on the path; its dependencies are those of this environment."""
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(site)
