@@ -56,7 +56,7 @@ def known_failure(
     failures: Iterable[Failure], model: str, said: BaseException | str, *, where: str = WHERE
 ) -> EngineStartError | None:
     """The first of `failures` that an exception (with what caused it) or a log tells of; None when it is none of them."""
-    text = said if isinstance(said, str) else _words(said)
+    text = said if isinstance(said, str) else words(said)
     for known in failures:
         if match := re.search(known.pattern, text, re.IGNORECASE):
             cause = _line_of(text, match.start())
@@ -180,7 +180,7 @@ def _read(name_or_path: str, filename: str) -> dict[str, Any] | None:
         raise EngineStartError(f"{path} is not valid JSON", cause=str(exc), fix=fix, where=WHERE, code="model-config") from exc
 
 
-def _words(exc: BaseException | None) -> str:
+def words(exc: BaseException | None) -> str:
     """An exception and those that led to it, the last first."""
     lines = []
     while exc is not None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.hub import words
 from posttrain.data.tables import Listed, Stream, Table
 from posttrain.errors import DataError
 
@@ -127,7 +128,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 def _refusal(name: str, config: str | None, exc: BaseException) -> DataError:
     """What the library says, as one message with its fix."""
-    text = _words(exc)
+    text = words(exc)
     if re.search(r"Couldn't reach|OfflineModeIsEnabled|LocalEntryNotFound|ConnectError|ConnectTimeout|offline mode", text):
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached from here"
@@ -161,16 +162,8 @@ def _broken_parquet(files: list[Path], exc: BaseException) -> DataError:
         except Exception as broken:
             return DataError(f"{file} cannot be read as Parquet", cause=f"{type(broken).__name__}: {broken}".splitlines()[0],
                              fix="write the file again", code="unreadable-file")
-    return DataError(f"{', '.join(f.name for f in files[:3])} do not make one table", cause=_line(_words(exc)),
+    return DataError(f"{', '.join(f.name for f in files[:3])} do not make one table", cause=_line(words(exc)),
                      fix="give all files the same columns and types", code="mixed-files")
-
-
-def _words(exc: BaseException | None) -> str:
-    lines = []
-    while exc is not None:
-        lines.append(f"{type(exc).__name__}: {exc}")
-        exc = exc.__cause__ or exc.__context__
-    return "\n".join(lines)
 
 
 def _line(text: str) -> str:
