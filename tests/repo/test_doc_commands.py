@@ -131,6 +131,8 @@ def run_posttrain(arguments: list[str], small: Small) -> None:
         arguments = [*first_job(arguments), *(["--dry-run"] if "--dry-run" in arguments else [])]
     if arguments[0] == "train" and not {"--help", "-h", "--cfg", "--dry-run"} & set(arguments):
         arguments = small_training(arguments, small)
+    elif arguments[:2] == ["launch", "local"]:
+        arguments = ["launch", *small_training(arguments[1:], small)]
     elif "--step" in arguments:
         arguments[arguments.index("--step") + 1] = "1"
     if redirect:

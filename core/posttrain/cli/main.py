@@ -15,6 +15,7 @@ from posttrain.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 
 COMMANDS = {
     "train": "posttrain.cli.train",
+    "launch": "posttrain.cli.launch",
     "plan": "posttrain.cli.plan",
     "show": "posttrain.cli.show",
     "diff": "posttrain.cli.diff",
@@ -27,12 +28,12 @@ COMMANDS = {
 """Each command's module; it defines `parser()` and `run(args)`."""
 
 HELP = """\
-posttrain: reinforcement learning after pre-training
-
+posttrain: reinforcement learning after pre-training; everywhere: --help, --version, --traceback
 train
   posttrain train experiment=NAME [KEY=VALUE ...]   train; posttrain train --help has the rest
   posttrain train --resume RUN                      go on with a run
   posttrain train --multirun KEY=A,B                one run for each value
+  posttrain launch local|ray|slurm KEY=VALUE ...    train here, in a Ray cluster, or as a Slurm job
   posttrain plan experiment=NAME [KEY=VALUE ...]    grid, batches, memory and weight transfer, without a GPU
 
 look
@@ -47,8 +48,6 @@ plug-ins
   posttrain plugins doctor [NAME]                   import each and say what is wrong with it
   posttrain plugins check NAME [KEY=VALUE ...]      run the laws of its kind on one
   posttrain new env|algorithm|datapacker|hook NAME  a package to begin with, and its tests
-
-everywhere: --help, --version, --traceback (shows where an error came from)
 
 exit codes: 0 done, 1 unexpected, 2 configuration or plug-in, 3 data, 4 engine or model start,
             5 run aborted, 75 worth resuming, 130 Ctrl-C, 143 SIGTERM

@@ -39,19 +39,25 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="posttrain train [experiment=NAME] [KEY=VALUE ...] [flags]",
     )
+    what, where = add_config_arguments(made)
+    what.add_argument("--multirun", "-m", action="store_true", help="one run for each combination of comma-separated values")
+    where.add_argument("--dry-run", action="store_true", help="check all that needs no weights, show a prompt, and stop")
+    where.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
+    where.add_argument("--traceback", action="store_true", help="show where an error came from")
+    return made
+
+
+def add_config_arguments(made: argparse.ArgumentParser) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
+    """The arguments that every command which trains has: what to run, and where its files go. Returns both groups."""
     made.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="config values; experiment=NAME selects from the catalogs"
     )
     what = made.add_argument_group("what to run")
     what.add_argument("--config", metavar="FILE", help="a YAML file with the same keys")
     what.add_argument("--resume", metavar="RUN", help="go on with this run directory, or from one of its checkpoints")
-    what.add_argument("--multirun", "-m", action="store_true", help="one run for each combination of comma-separated values")
     where = made.add_argument_group("where and how")
     where.add_argument("--run", metavar="DIR", help="folder for new runs (default: $POSTTRAIN_OUTPUT_ROOT, else ./outputs)")
-    where.add_argument("--dry-run", action="store_true", help="check all that needs no weights, show a prompt, and stop")
-    where.add_argument("--cfg", choices=["job"], help="print the resolved config and stop")
-    where.add_argument("--traceback", action="store_true", help="show where an error came from")
-    return made
+    return what, where
 
 
 def run(args: argparse.Namespace) -> int:
