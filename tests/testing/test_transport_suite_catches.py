@@ -12,9 +12,10 @@ import torch
 
 from posttrain.testing import TransportContract
 from posttrain.weights.inproc import InprocTransport
-from posttrain.weights.memory import Region, private_region
+from posttrain.weights.memory import Region, attach
 from posttrain.weights.plan import Piece
-from posttrain.weights.transport import Handle, Transport
+from posttrain.weights.shm import ShmTransport
+from posttrain.weights.transport import Handle, Transport, copy_pieces
 
 
 class Transports(TransportContract):
@@ -101,6 +102,13 @@ class StaysHere(InprocTransport):
     provides = ("between_processes",)
 
 
+class ReadsOfTheDead(ShmTransport):
+    """Goes on with the memory that a killed publisher left."""
+
+    def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
+        copy_pieces(attach(handle["path"]).buffer, pieces, into.buffer)
+
+
 BROKEN: dict[str, tuple[type[Transport], str]] = {
     "test_a_slot_has_the_size_asked_for": (Rounds, r"allocate\(1000\) gave 1024 bytes"),
     "test_all_buckets_bring_all_parameters": (Wrong, r"pull brought other bytes"),
@@ -108,6 +116,7 @@ BROKEN: dict[str, tuple[type[Transport], str]] = {
     "test_two_slots_do_not_share_memory": (Shares, r"two slots share memory"),
     "test_a_handle_travels_as_plain_data": (HoldsALock, r"cannot be sent to another process"),
     "test_another_process_pulls_when_it_says_so": (StaysHere, r"cannot be pulled from in another process"),
+    "test_a_publisher_that_dies_is_a_clear_error": (ReadsOfTheDead, r"DID NOT RAISE .*WeightSyncError"),
     "test_lanes_pull_at_the_same_time": (OneAtATime, r"is wrong after pulls at the same time"),
     "test_a_lane_that_closes_harms_no_other": (ClosesAll, r"fresh\(\) must share nothing that close\(\) ends"),
     "test_a_slot_that_is_gone_is_a_clear_error": (Silent, r"DID NOT RAISE .*WeightSyncError"),
@@ -124,7 +133,3 @@ def test_the_law_catches_it(law: str, told: Callable[..., Any]) -> None:
 
 def test_there_is_a_broken_one_for_every_law(laws: Callable[[type], set[str]]) -> None:
     assert laws(TransportContract) == set(BROKEN)
-
-
-def test_memory_of_another_kind_may_be_given() -> None:
-    assert Transports().staging(8).nbytes == private_region(8).nbytes

@@ -23,6 +23,10 @@ class TestShm(TransportContract):
     plugin = ShmTransport
 
 
+class TestNixl(TransportContract):
+    plugin = "nixl"
+
+
 def test_another_process_sees_what_was_written_and_may_write():
     region = shared_region(8)
     region.buffer.copy_(torch.arange(8, dtype=torch.uint8))

@@ -7,7 +7,8 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,25 @@ import json, pickle, sys
 sys.path[:] = json.loads(sys.argv[1])
 make, handle, pieces, nbytes = pickle.load(sys.stdin.buffer)
 out, sys.stdout = sys.stdout.buffer, sys.stderr
-from posttrain.weights.memory import private_region
-lane, staging = make(), private_region(nbytes)
+lane = make()
+staging = lane.staging(nbytes)
 lane.register(staging)
 lane.pull(handle, pieces, staging)
 pickle.dump(bytes(staging.buffer[:nbytes].tolist()), out)
 lane.close()
+"""
+
+
+_PUBLISH = """
+import json, pickle, sys, time
+sys.path[:] = json.loads(sys.argv[1])
+make, nbytes = pickle.loads(sys.stdin.buffer.read())
+out, sys.stdout = sys.stdout.buffer, sys.stderr
+slot, handle = make().allocate(nbytes)
+slot.buffer.fill_(7)
+pickle.dump(handle, out)
+out.flush()
+time.sleep(600)
 """
 
 
@@ -54,6 +68,35 @@ def pulled_elsewhere(transport: Transport, handle: Any, pieces: Sequence[Any], n
     make = partial(type(transport), transport.options)
     found: bytes = _elsewhere(_PULL, (make, handle, tuple(pieces), nbytes), "the slot cannot be pulled from")
     return found
+
+
+@contextmanager
+def published_elsewhere(transport: Transport, nbytes: int) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """The handle of a slot full of sevens in a fresh process, and what kills that process."""
+    import cloudpickle
+    import pytest
+
+    make = partial(type(transport), transport.options)
+    with subprocess.Popen(
+        [sys.executable, "-c", _PUBLISH, json.dumps(sys.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+
+        def kill() -> None:
+            process.kill()
+            process.wait()
+
+        try:
+            process.stdin.write(cloudpickle.dumps((make, nbytes)))
+            process.stdin.close()
+            try:
+                handle = pickle.load(process.stdout)
+            except EOFError:
+                pytest.fail(f"nothing can be published in another process:\n{process.stderr.read().decode()[-2000:]}")
+            yield handle, kill
+        finally:
+            kill()
 
 
 def _elsewhere(code: str, given: tuple[Any, ...], problem: str) -> Any:

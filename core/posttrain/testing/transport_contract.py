@@ -10,6 +10,7 @@ class TestMine(TransportContract):
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -19,16 +20,16 @@ import torch
 
 from posttrain.errors import WeightSyncError
 from posttrain.plugins.capabilities import declared
-from posttrain.testing.elsewhere import pulled_elsewhere
+from posttrain.testing.elsewhere import published_elsewhere, pulled_elsewhere
 from posttrain.testing.laws import by_value, travelled
-from posttrain.weights.memory import Region, private_region
+from posttrain.weights.memory import Region
 from posttrain.weights.plan import BucketPlan, ParameterSpec, plan_buckets
 from posttrain.weights.publication import bucket_digest
 from posttrain.weights.transport import Handle, Transport, views
 
 
 class TransportContract:
-    """What every transport does. `staging` may be overridden where pulls need memory of another kind."""
+    """What every transport does; between processes too, where it provides that."""
 
     plugin: ClassVar[Any] = None
     options: ClassVar[Mapping[str, Any]] = {}
@@ -42,9 +43,6 @@ class TransportContract:
         transport: Transport = load("transports", self.plugin, **self.options)
         yield transport
         transport.close()
-
-    def staging(self, nbytes: int) -> Region:
-        return private_region(nbytes)
 
     def _plan(self) -> BucketPlan:
         specs = [("a", "float32", (7, 3)), ("b", "bfloat16", (33,)), ("c", "float32", (2, 2, 2))]
@@ -64,7 +62,7 @@ class TransportContract:
     def test_all_buckets_bring_all_parameters(self, transport: Transport) -> None:
         plan, lane = self._plan(), transport.fresh()
         slot, handle = self._publish(transport, plan)
-        staging = self.staging(plan.nbytes)
+        staging = lane.staging(plan.nbytes)
         lane.register(staging)
         for bucket in plan.buckets:
             lane.pull(handle, bucket.pieces, staging)
@@ -78,7 +76,7 @@ class TransportContract:
     def test_a_pull_moves_its_bucket_and_nothing_else(self, transport: Transport) -> None:
         plan, lane = self._plan(), transport.fresh()
         _, handle = self._publish(transport, plan)
-        staging = self.staging(plan.nbytes)
+        staging = lane.staging(plan.nbytes)
         staging.buffer.fill_(7)
         lane.register(staging)
         bucket = plan.buckets[1]
@@ -99,7 +97,7 @@ class TransportContract:
     def test_a_handle_travels_as_plain_data(self, transport: Transport) -> None:
         plan, lane = self._plan(), transport.fresh()
         slot, handle = self._publish(transport, plan)
-        staging, bucket = self.staging(plan.nbytes), plan.buckets[0]
+        staging, bucket = lane.staging(plan.nbytes), plan.buckets[0]
         lane.register(staging)
         lane.pull(travelled(handle), bucket.pieces, staging)
         same = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces]) == bucket_digest(
@@ -121,10 +119,28 @@ class TransportContract:
         )
         assert same, "another process pulled other bytes: leave between_processes out of `provides`"
 
+    def test_a_publisher_that_dies_is_a_clear_error(self, transport: Transport) -> None:
+        """Killed in another process: what was its slot must not go on giving weights, and nobody waits for it."""
+        if "between_processes" not in declared("transports", transport).provides:
+            pytest.skip("provides no between_processes")
+        by_value(transport)
+        plan, lane = self._plan(), transport.fresh()
+        staging, pieces = lane.staging(plan.nbytes), plan.buckets[0].pieces
+        lane.register(staging)
+        with published_elsewhere(transport, plan.slot_bytes(0)) as (handle, kill):
+            lane.pull(handle, pieces, staging)
+            assert all((staging.buffer[p.target : p.target + p.nbytes] == 7).all() for p in pieces), "the slot was all sevens"
+            kill()
+            begun = time.monotonic()
+            with pytest.raises(WeightSyncError):
+                lane.pull(handle, pieces, staging)
+        assert time.monotonic() - begun < 10, "a dead publisher was waited for: look whether its process is alive"
+        lane.close()
+
     def test_lanes_pull_at_the_same_time(self, transport: Transport) -> None:
         plan, lanes = self._plan(), [transport.fresh() for _ in range(4)]
         slot, handle = self._publish(transport, plan)
-        staging = [self.staging(plan.nbytes) for _ in lanes]
+        staging = [lane.staging(plan.nbytes) for lane in lanes]
 
         def pull(lane: Transport, region: Region) -> None:
             lane.register(region)
@@ -143,8 +159,8 @@ class TransportContract:
         """An overdue pull is abandoned by closing its lane."""
         plan, bad, good = self._plan(), transport.fresh(), transport.fresh()
         slot, handle = self._publish(transport, plan)
-        staging = self.staging(plan.nbytes)
-        bad.register(self.staging(plan.nbytes))
+        staging = good.staging(plan.nbytes)
+        bad.register(bad.staging(plan.nbytes))
         bad.close()
         good.register(staging)
         bucket = plan.buckets[0]
@@ -160,7 +176,7 @@ class TransportContract:
         _, handle = self._publish(transport, plan)
         transport.close()
         with pytest.raises(WeightSyncError):  # anything else, or silence, would train on stale weights
-            lane.pull(handle, plan.buckets[0].pieces, self.staging(plan.nbytes))
+            lane.pull(handle, plan.buckets[0].pieces, lane.staging(plan.nbytes))
         lane.close()
 
     def test_close_twice(self, transport: Transport) -> None:

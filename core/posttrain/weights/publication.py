@@ -143,6 +143,7 @@ class PublicationPool:
             self._unwanted = self.at = None
             slot = self._free_slot()
             slot.publication, slot.pulled = None, False
+            slot.handle = self._transport.renew(slot.handle)
             self._fill(slot.region.buffer, version, weights)
             publication = Publication(version, self.plan, self._digests(slot.region.buffer), {self.rank: slot.handle})
             with self._state:

@@ -18,7 +18,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.weights.deadline import start_thread, within
 from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
-from posttrain.weights.memory import Region, private_region, shared_region
+from posttrain.weights.memory import Region
 from posttrain.weights.plan import Bucket, coverage_problems
 from posttrain.weights.publication import Publication, bucket_digest
 from posttrain.weights.transport import Staged, Transport
@@ -181,7 +181,7 @@ class Receiver:
         if bucket_digest(staging.buffer, ranges) != publication.digests[bucket.index]:
             raise WeightSyncError("arrived damaged", cause="its digest is not the publisher's")
         if self._compare:
-            again = private_region(staging.nbytes)
+            again = self._transport.staging(staging.nbytes)
             self._transport.pull(handle, bucket.pieces, again)
             for start, nbytes in ranges:
                 if not torch.equal(again.buffer[start : start + nbytes], staging.buffer[start : start + nbytes]):
@@ -219,7 +219,7 @@ class Receiver:
         if self._staging is None or self._staging.nbytes < nbytes:
             if self._staging is not None:
                 self._staging.release()
-            self._staging = shared_region(nbytes) if self.engine.shared_staging else private_region(nbytes)
+            self._staging = self._transport.staging(nbytes, shared=self.engine.shared_staging)
             self._transport.register(self._staging)
         return self._staging
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from posttrain.types import Declares
-from posttrain.weights.memory import Region
+from posttrain.weights.memory import Region, private_region, shared_region
 from posttrain.weights.plan import BucketPlan, Piece
 
 Handle = dict[str, Any]
@@ -44,6 +44,14 @@ class Transport(Declares, ABC):
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Region, Handle]:
         """Memory for one slot, and the handle under which lanes pull from it. Raises WeightSyncError when there is none."""
+
+    def renew(self, handle: Handle) -> Handle:
+        """The handle of a slot for its next publication: another one when whatever served it is gone and was replaced."""
+        return handle
+
+    def staging(self, nbytes: int, *, shared: bool = False) -> Region:
+        """Memory that this end can pull into; `shared`: that other processes can map. The caller releases it, after `close`."""
+        return shared_region(nbytes) if shared else private_region(nbytes)
 
     def register(self, region: Region) -> None:
         """Prepare a lane's staging for pulls; called once for each region before the first."""
@@ -87,11 +95,12 @@ def views(plan: BucketPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 def copy_pieces(source: torch.Tensor, pieces: Sequence[Piece], into: torch.Tensor) -> None:
     """Copy pieces between two uint8 buffers of this process; pieces that are neighbours on both sides go as one."""
-    for begin, target, nbytes in _runs(pieces):
+    for begin, target, nbytes in runs(pieces):
         into[target : target + nbytes].copy_(source[begin : begin + nbytes])
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
+def runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, bytes) of pieces, neighbours on both sides as one."""
     run: tuple[int, int, int] | None = None
     for piece in pieces:
         if run and piece.source == run[0] + run[2] and piece.target == run[1] + run[2]:

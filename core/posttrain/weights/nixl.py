@@ -1,0 +1,141 @@
+"""The transport between processes and machines: NIXL over UCX, one read for each bucket.
+
+Each end has a process of its own in which NIXL runs (`nixl_process`); slots and staging are shared memory that it maps too, or,
+with `device="cuda:0"`, GPU memory that this process registers itself. UCX picks the way: RDMA on a cluster, CMA (the kernel
+copies from process to process) on one machine, TCP otherwise. A pull has a deadline; one that is overdue, or whose lane is
+closed, is ended with its process, and only then is the staging memory given back.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import platform
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from posttrain.errors import WeightSyncError
+from posttrain.weights.memory import Region, shared_region
+from posttrain.weights.nixl_agent import package
+from posttrain.weights.nixl_process import NixlProcess
+from posttrain.weights.owner import ProcessId
+from posttrain.weights.plan import Piece
+from posttrain.weights.transport import Handle, Transport, runs
+from posttrain.weights.ucx import warm_nixl
+
+GRACE_S = 1.0
+"""How much longer this process waits for an answer than the NIXL process waits for the peer."""
+
+
+class NixlTransport(Transport):
+    """NIXL over UCX: RDMA between machines, CMA or TCP on one."""
+
+    name: ClassVar[str] = "nixl"
+    provides: tuple[str, ...] = ("between_processes",)
+
+    @dataclass(frozen=True)
+    class Options:
+        """timeout_s: seconds that one bucket may take     device: where slots are: cpu, or cuda:<index>"""
+
+        timeout_s: float = 60.0
+        device: str = "cpu"
+
+    options: Options
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._slots: dict[int, Region] = {}  # by the number that is in their handles
+        self._process: NixlProcess | None = None
+        self._closed = False
+        self._starting = threading.Lock()
+
+    def warm(self) -> None:
+        """Start the NIXL process now, so that the first update does not wait for it. Raises WeightSyncError when it cannot."""
+        with self._starting:
+            if self._closed:
+                raise WeightSyncError("was not pulled: the lane was closed", code="stopped")
+            if self._process is None or not self._process.alive:
+                if self._process is not None:
+                    self._process.close()
+                self._process = NixlProcess(package(torch.version.cuda))
+
+    def staging(self, nbytes: int, *, shared: bool = False) -> Region:
+        return shared_region(nbytes)
+
+    def allocate(self, nbytes: int) -> tuple[Region, Handle]:
+        device = torch.device(self.options.device)
+        region = shared_region(nbytes) if device.type == "cpu" else Region(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        number = len(self._slots)
+        self._slots[number] = region
+        return region, self._serve(number)
+
+    def renew(self, handle: Handle) -> Handle:
+        if self._slots[handle["slot"]].path is None or (self._process is not None and self._process.alive):
+            return handle
+        return self._serve(handle["slot"])
+
+    def register(self, region: Region) -> None:
+        self._ask("map", path=region.path, nbytes=region.nbytes)
+
+    def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
+        here = handle["place"] == _place()
+        owner, server = ProcessId.parse(handle["owner"]), ProcessId.parse(handle["server"])
+        assert owner is not None and server is not None
+        try:
+            if here and not (owner.alive() and server.alive()):
+                raise WeightSyncError("was not pulled: its process died", code="peer")
+            self._ask(
+                "pull",
+                agent=handle["agent"], metadata=handle["metadata"], device=handle["device"], owner=str(server) if here else None,
+                into=into.path, nbytes=into.nbytes,
+                runs=[(handle["address"] + at, to, nbytes) for at, to, nbytes in runs(pieces)], timeout=self.options.timeout_s,
+            )  # fmt: skip
+        except WeightSyncError as exc:
+            exc.message = f"{exc.message} (from {handle['peer']})"
+            raise
+
+    def close(self) -> None:
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.end()
+        with self._starting:
+            if self._process is not None:
+                self._process.end()
+        for region in self._slots.values():
+            region.release()
+        self._slots.clear()
+
+    def _serve(self, number: int) -> Handle:
+        region = self._slots[number]
+        where: dict[str, Any]
+        if region.path is not None:
+            where = self._ask("serve", path=region.path, nbytes=region.nbytes)
+            assert self._process is not None
+            where |= {"server": str(self._process.id), "device": None}
+        else:  # another process cannot register this one's GPU memory
+            agent, index = warm_nixl(), region.buffer.get_device()
+            torch.cuda.synchronize(index)
+            agent.register(region.buffer.data_ptr(), region.nbytes, index)
+            where = {"agent": agent.name, "metadata": base64.b64encode(agent.metadata()).decode(), "device": index}
+            where |= {"address": region.buffer.data_ptr(), "server": str(ProcessId.current())}
+        peer = f"process {os.getpid()} on {platform.node()}"
+        return {**where, "slot": number, "place": _place(), "owner": str(ProcessId.current()), "peer": peer}
+
+    def _ask(self, what: str, **details: Any) -> dict[str, Any]:
+        self.warm()
+        assert self._process is not None
+        return self._process.ask({"do": what, **details}, self.options.timeout_s + GRACE_S)
+
+
+def _place() -> str:
+    """Where process ids mean the same: this boot of this machine, in this container."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
