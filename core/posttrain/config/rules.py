@@ -168,7 +168,6 @@ class NotYet:
 
 
 _NO_REFILL = "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out"
-_ONE_PROCESS = "roles run in this process and engines on this machine"
 
 NOT_YET: dict[str, NotYet] = {
     "rl.routing_replay": NotYet("no engine here returns its expert routing"),
@@ -179,10 +178,6 @@ NOT_YET: dict[str, NotYet] = {
     "rollout.max_async_rollout": NotYet("batches are generated strictly on-policy"),
     "rollout.max_off_policy_steps": NotYet("no trajectory grows old: batches are generated strictly on-policy"),
     "loop.commit_order": NotYet("every batch is a whole cohort, in the order of its draws", ("logical",)),
-    "grid.backend": NotYet(_ONE_PROCESS),
-    "grid.num_replicas": NotYet(_ONE_PROCESS),
-    "grid.grouping": NotYet(_ONE_PROCESS),
-    "grid.gpu_placement": NotYet("all roles are on this machine and share its devices"),
     "evals": NotYet("held-out rewards come from validation.* only"),
 }
 """Keys whose feature is not there yet: valid, and refused with the reason. The reference is generated from it, too."""

@@ -129,7 +129,9 @@ class GridConfig:
     gpu_placement: Literal["colocated", "disaggregated"] = "colocated"  # whether roles share devices
     dp_replicate: int = 1  # HSDP replicas inside the policy's ranks
     dp_shard: int = 1  # FSDP shards inside the policy's ranks
-    threads: int = 0  # torch threads of this process; 0: the machine's cores
+    threads: int = 0  # torch threads of a process; 0: the machine's cores under local, 1 for a role under ray
+    start_timeout_s: float = 300.0  # deadline of placing a role, of building the policy, under ray
+    heartbeat_timeout_s: float = 60.0  # how long a role may be silent under ray before it counts as dead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    transport: str = "auto"  # inproc, shm, …; auto: inproc for embedded engines, shm otherwise
+    transport: str = "auto"  # inproc, shm, nixl; auto: nixl under ray, else inproc for embedded engines and shm for others
     bucket_bytes: int = 64 * 2**20  # largest piece of a publication
     canary_every: int = 50  # publications between canaries after the first; 0: only the first
     canary_max_fp32: float = 1e-4  # nats
@@ -179,6 +181,7 @@ class WeightsConfig:
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     commit_order: Literal["auto", "logical", "arrival"] = "auto"  # auto: logical, cohort by cohort
+    train_timeout_s: float = 3600.0  # deadline of one batch's optimizer steps, of a save or a load, under ray
     shutdown_timeout_s: float = 60.0  # deadline of closing engines and workers
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain import plugins
+from posttrain.loop.cluster import Hosting, open_cluster
 from posttrain.loop.ledger import Ledger
 from posttrain.loop.pairs import Pairs
-from posttrain.loop.parts import Parts
+from posttrain.loop.parts import Parts, PolicyEnd
 from posttrain.loop.prepare import Prepared, prepare
 from posttrain.loop.rollouts import Rollouts
 from posttrain.tracking.run_dir import output_root
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
     from posttrain.data.dataset import Draw, Source
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.objective.objective import Objective
     from posttrain.policy.policy import Policy
-    from posttrain.rollout.engine import Engine
+    from posttrain.rollout.engine import Engine, Generates
     from posttrain.tracking.run_dir import RunDir
     from posttrain.tracking.tracker import Tracker
     from posttrain.weights.transport import Transport
@@ -32,20 +35,29 @@ EMBEDDED = ("hf",)
 
 
 def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
-    """Every part, nothing started. Raises the documented errors of each part, the cheap ones first."""
-    from posttrain.policy.policy import Policy
-
+    """Every part; engines are not started. Raises the documented errors of each part, the cheap ones first."""
     ready = prepare(config, root=output_root(run_dir.path.parent), logs=run_dir.logs, say=tracker.note)
     assert ready.model is not None and ready.packer is not None
     tracker.decode = ready.packer.decode
-    policy = Policy(config, ready.model, ready.objective)
+    hosting = open_cluster(config, run_dir, tracker.note) if config.grid.backend == "ray" else None
+    try:
+        return _assemble(config, run_dir, tracker, ready, hosting)
+    except BaseException:
+        if hosting is not None:
+            hosting.close()
+        raise
+
+
+def _assemble(config: RunConfig, run_dir: RunDir, tracker: Tracker, ready: Prepared, hosting: Hosting | None) -> Parts:
+    assert ready.model is not None and ready.packer is not None
+    policy = local_policy(config, ready.model, ready.objective) if hosting is None else hosting.policy(ready.model)
     for note in policy.notes:
         tracker.note(note)
     if ready.engine is None:
         pairs = Pairs(ready.packer, cast("Any", ready.environments), config.rollout.max_model_len)
         sampling: dict[str, Any] = {"rollouts": pairs}
     else:
-        sampling = sampling_parts(config, run_dir, policy, ready.engine, ready.packer, ready)
+        sampling = sampling_parts(config, run_dir, policy, ready.engine, ready.packer, ready, hosting)
     return Parts(
         config=config,
         run_dir=run_dir,
@@ -59,38 +71,53 @@ def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
         ledger=Ledger(run_dir.path / "ledger.jsonl"),
         fingerprints=ready.sampler.fingerprints(),
         hooks=ready.hooks,
+        hosting=hosting,
         keepers=ready.keepers,
     )
 
 
+def local_policy(config: RunConfig, model: str, objective: Objective) -> PolicyEnd:
+    """The policy in this process."""
+    from posttrain.policy.policy import Policy
+
+    return Policy(config, model, objective)
+
+
 def sampling_parts(
-    config: RunConfig, run_dir: RunDir, policy: Policy, engine: Engine, packer: DataPacker, ready: Prepared
+    config: RunConfig,
+    run_dir: RunDir,
+    policy: PolicyEnd,
+    engine: Engine,
+    packer: DataPacker,
+    ready: Prepared,
+    hosting: Hosting | None,
 ) -> dict[str, Any]:
-    """The parts around an engine: how weights reach it, who scores, who drives it."""
+    """The parts around the engines: how weights reach them, who scores, who drives them."""
     from posttrain.rollout.scoring import Scorer
     from posttrain.weights.canary import Canary
     from posttrain.weights.plane import WeightPlane
 
-    plane = WeightPlane.local(
-        engine,
-        build_transport(config),
+    canary = Canary(
+        lambda probe: policy.score(probe, config.rollout.dtype),
+        probe_prompts(packer, ready.environments, ready.sampler.sources, ready.held_out),
         config.weights,
-        lambda: policy.named_weights(config.rl.master_dtype),
-        canary=Canary(
-            lambda probe: policy.score(probe, config.rollout.dtype),
-            probe_prompts(packer, ready.environments, ready.sampler.sources, ready.held_out),
-            config.weights,
-            dtype=config.rollout.dtype,
-        ),
+        dtype=config.rollout.dtype,
     )
+    generator: Generates = engine
+    if hosting is not None:
+        generator = replicas = hosting.rollouts(engine.spec)
+        plane = WeightPlane(hosting.publisher(), replicas.lanes, config.weights, canary=canary)
+    else:
+        weights = functools.partial(cast("Policy", policy).named_weights, config.rl.master_dtype)
+        plane = WeightPlane.local(engine, build_transport(config), config.weights, weights, canary=canary)
     scorer = Scorer(
         ready.environments,
         timeout_s=config.rollout.reward_timeout_s,
         workers=config.rollout.reward_workers,
         log_path=run_dir.logs / "rewards.log",
     )
-    rollouts = Rollouts(engine, packer, ready.environments, scorer, config.rollout.max_model_len, config.seed)
-    return {"engine": engine, "plane": plane, "scorer": scorer, "rollouts": rollouts}
+    rollouts = Rollouts(generator, packer, ready.environments, scorer, config.rollout.max_model_len, config.seed)
+    return {"engine": generator, "plane": plane, "scorer": scorer, "rollouts": rollouts}
 
 
 def probe_prompts(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from posttrain.data.dataset import Source
     from posttrain.data.packer import DataPacker
     from posttrain.data.preference import Pair, PreferenceEnvironment
+    from posttrain.loop.parts import PolicyEnd
     from posttrain.objective.objective import Objective
-    from posttrain.policy.policy import Policy
 
 CHECKED_ROWS = 10_000
 
@@ -128,7 +128,7 @@ def _pairs(source: Source, size: int, env: PreferenceEnvironment) -> Iterable[Pa
 
 
 async def validate(
-    pairs: Pairs, draws: Sequence[Draw], objective: Objective, policy: Policy
+    pairs: Pairs, draws: Sequence[Draw], objective: Objective, policy: PolicyEnd
 ) -> tuple[dict[str, float], list[Group]]:
     """Loss and measures of held-out pairs under `validation/…`, and their groups. No weight moves."""
     groups = await pairs.run(draws)

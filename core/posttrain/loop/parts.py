@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from posttrain.errors import DataError
 from posttrain.hooks import RunHooks
@@ -20,14 +21,31 @@ if TYPE_CHECKING:
     from posttrain.data.dataset import PromptSampler
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.loop.cluster import Hosting
     from posttrain.objective.objective import Objective
     from posttrain.plugins.state import Keeper, SavedState
-    from posttrain.policy.policy import Policy
-    from posttrain.rollout.engine import Engine
+    from posttrain.policy.rows import Row
+    from posttrain.policy.step import StepResult
+    from posttrain.rollout.engine import Generates
     from posttrain.rollout.scoring import Scorer
     from posttrain.tracking.run_dir import RunDir
     from posttrain.tracking.tracker import Tracker
     from posttrain.weights.plane import WeightPlane
+
+
+class PolicyEnd(Protocol):
+    """The controller's view of the policy: `Policy` in this process, or `PolicyGroup` for its ranks in others."""
+
+    notes: list[str]
+
+    @property
+    def vocab_size(self) -> int: ...
+    def train_step(self, rows: list[Row]) -> StepResult: ...
+    def evaluate(self, rows: list[Row]) -> dict[str, float]: ...
+    def logprobs(self, rows: list[Row]) -> list[list[float]]: ...
+    def score(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]: ...
+    def save(self, folder: str | Path) -> None: ...
+    def load(self, folder: str | Path) -> None: ...
 
 
 @dataclass(slots=True)
@@ -44,21 +62,28 @@ class Parts:
     environments: dict[str, Environment]
     sampler: PromptSampler
     packer: DataPacker
-    policy: Policy
+    policy: PolicyEnd
     rollouts: Rollouts | Pairs
     ledger: Ledger
-    engine: Engine | None = None
+    engine: Generates | None = None
     plane: WeightPlane | None = None
     scorer: Scorer | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     hooks: RunHooks = field(default_factory=RunHooks)
     keepers: list[Keeper] = field(default_factory=list)
+    hosting: Hosting | None = None
 
     async def start(self) -> None:
         """Start the engine and the workers that score."""
         for part in (self.engine, self.scorer):
             if part is not None:
                 await part.start()
+
+    async def watch(self) -> None:
+        """Raises when a role in another process is dead or stuck; returns never."""
+        if self.hosting is not None:
+            await self.hosting.fleet.watch()
+        await asyncio.Event().wait()
 
     async def states(self) -> list[SavedState]:
         """The states of all plug-ins, taken between two batch steps. Raises PluginError naming who cannot give its own."""
@@ -110,4 +135,6 @@ class Parts:
                 self.tracker.note(f"closing the {name} failed: {type(exc).__name__}: {exc} (see logs/)")
         if self.plane is not None:
             await self.plane.close()
+        if self.hosting is not None:
+            self.hosting.close()
         self.ledger.close()

@@ -21,7 +21,7 @@ from posttrain.types import Group, Request, Reward, Sampling, Trajectory, Turn
 if TYPE_CHECKING:
     from posttrain.data.environment import Environment, Prompt
     from posttrain.data.packer import DataPacker
-    from posttrain.rollout.engine import Engine
+    from posttrain.rollout.engine import Generates
     from posttrain.rollout.scoring import Scorer
     from posttrain.types import Completion
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Rollouts:
     """Generates and scores. `environments` by the name that draws carry; `max_model_len` in tokens. Without a packer: E12."""
 
-    engine: Engine
+    engine: Generates
     packer: DataPacker
     environments: Mapping[str, Environment]
     scorer: Scorer

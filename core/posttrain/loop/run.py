@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller, LoopState
 from posttrain.loop.result import RunResult as RunResult
-from posttrain.loop.resume import check_changes
+from posttrain.loop.resume import changed_keys, check_changes
+from posttrain.loop.waits import guarded
 from posttrain.placement.out_of_memory import memory_explained
 from posttrain.rollout.event_loop import run_to_end
 from posttrain.tracking.run_dir import RunDir, saved_config
@@ -39,17 +40,19 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
     found = None
     if resume is not None:
         path, found = checkpoint.locate(Path(resume).expanduser().absolute())
-        notes = check_changes(saved_config(path), loaded.tree)
+        before = saved_config(path)
+        notes = check_changes(before, loaded.tree)
+        changed = {key: (was, now) for key, was, now in changed_keys(before, loaded.tree)}
         found.plugin_states()  # a damaged one is told before anything is cut
         directory = RunDir.open(path)
     else:
-        notes = []
+        notes, changed = [], loaded.changed
         directory = RunDir.create(run_dir, config.name)
     with directory:
         if found is not None:
             _cut(directory, found.step)
         directory.write_config(loaded.tree, loaded.overrides, loaded.origins)
-        directory.write_provenance(tags=config.tracking.tags, threads=threads)
+        directory.write_provenance(tags=config.tracking.tags, threads=threads, changed=changed)
         with Tracker(directory, config.tracking, config.rl.steps) as tracker:
             for line in [*loaded.notes, *notes]:
                 tracker.note(line)
@@ -72,8 +75,8 @@ async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[
             parts.tracker.note(f"resumed from {near(found.path)} after step {found.step}")
         path, step, steps = parts.run_dir.path, state.step, parts.config.rl.steps
         async with parts.hooks.running(parts.tracker, path=path, config=tree, step=step, steps=steps):
-            await parts.start()
-            ended = await Controller(parts, state).run()
+            await guarded(parts.start(), parts.watch())
+            ended = await guarded(Controller(parts, state).run(), parts.watch())
         return ended.step - step
     finally:
         await parts.close()

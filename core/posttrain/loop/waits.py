@@ -74,3 +74,17 @@ async def run_together(*loops: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def guarded(work: Coroutine[Any, Any, T], guard: Coroutine[Any, Any, None]) -> T:
+    """The result of `work`; what `guard` raises meanwhile cancels it and is raised instead."""
+    doing, guarding = asyncio.create_task(work), asyncio.create_task(guard)
+    try:
+        await asyncio.wait({doing, guarding}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            guarding.result()
+        return await doing
+    finally:
+        for task in (doing, guarding):
+            task.cancel()
+        await asyncio.gather(doing, guarding, return_exceptions=True)

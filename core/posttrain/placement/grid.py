@@ -34,12 +34,12 @@ class Grid:
 
 
 def resolve_grid(config: GridConfig) -> Grid:
-    """The shapes that a config means: given ones, else one replica of `grid.ranks` ranks per role."""
+    """The shapes that a config means: given ones, else `grid.num_replicas` rollout replicas of `grid.ranks` ranks."""
     dp_world = config.dp_replicate * config.dp_shard
     return Grid(
         backend=config.backend,
         policy=config.shapes.policy or (1, max(dp_world, 1)),
-        rollout=config.shapes.rollout or (1, config.ranks),
+        rollout=config.shapes.rollout or (config.num_replicas, config.ranks),
         dp_replicate=config.dp_replicate,
         dp_shard=config.dp_shard,
         gpu_placement=config.gpu_placement,
@@ -66,8 +66,23 @@ def _shapes(config: GridConfig, grid: Grid, tensor_parallel_size: int) -> Iterat
         yield documented(
             "grid.shapes.rollout" if config.shapes.rollout else "grid.ranks", "E1", ranks=ranks, tp=tensor_parallel_size
         )
+    yield from _one_process(config) if local else ()
     if grid.policy[0] != 1:
         yield documented("grid.shapes.policy", "E2", replicas=grid.policy[0])
+
+
+def _one_process(config: GridConfig) -> Iterator[Problem]:
+    """What is asked for and needs more than this process."""
+    wanted = {
+        "grid.num_replicas": (config.num_replicas, 1),
+        "grid.grouping": (config.grouping, "single"),
+        "grid.gpu_placement": (config.gpu_placement, "colocated"),
+    }
+    for path, (value, one) in wanted.items():
+        if value != one:
+            yield Problem(
+                path, f"{value} under grid.backend=local, which is one process", f"set grid.backend=ray, or {path}={one}"
+            )
 
 
 def _policy(config: GridConfig, grid: Grid) -> Iterator[Problem]:

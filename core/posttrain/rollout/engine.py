@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from posttrain.errors import WeightSyncError
 from posttrain.types import Declares
@@ -49,6 +49,15 @@ class EngineSpec:
     base_port: int = 8100
     start_timeout_s: float = 300.0
     log_dir: Path | None = None
+
+
+class Generates(Protocol):
+    """What drives a batch needs of whoever generates it: one engine, or the replicas of several."""
+
+    async def start(self) -> None: ...
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Engine(Declares, ABC):

@@ -1,0 +1,144 @@
+"""The parts of a run whose roles live in a Ray cluster: one actor for each policy rank and each rollout replica.
+
+    hosting = open_cluster(config, run_dir, plugins_of(config), say)
+    policy = hosting.policy(config, model)                    # all ranks are up and hold the model when this returns
+    engine, lanes = hosting.rollouts(config, spec)
+
+The driver keeps what is light: the controller, the data, the rewards. A role is placed, begun and checked before its model loads:
+that the folder for runs is shared, and that each node has the plug-ins that the driver has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import plugins
+from posttrain.loop.policy_group import PolicyGroup, RemoteRank
+from posttrain.placement.cluster import Cluster, Seat, Seats, connect, seats
+from posttrain.placement.grid import resolve_grid
+from posttrain.placement.host import PluginRef, RoleSpec, boot_id
+from posttrain.placement.remote import Fleet
+from posttrain.placement.shared_root import check, written
+from posttrain.rollout.replicas import RemoteLane, Replicas
+from posttrain.weights.owner import ProcessId
+from posttrain.weights.publisher import GroupPublisher
+
+if TYPE_CHECKING:
+    from posttrain.config.schema import RunConfig
+    from posttrain.rollout.engine import EngineSpec
+    from posttrain.tracking.run_dir import RunDir
+
+TRANSPORT = "nixl"
+"""What `weights.transport=auto` means between actors."""
+
+OBJECTIVE = "posttrain.loop.prepare:build_run_objective"
+
+
+@dataclass(eq=False)
+class Hosting:
+    """A connected cluster with the roles of one run. `close` ends every role and leaves, or ends, the cluster."""
+
+    config: RunConfig
+    cluster: Cluster
+    seats: Seats
+    fleet: Fleet
+    _stack: ExitStack
+    _common: dict[str, Any]
+    _ranks: list[Any] = field(default_factory=list)
+
+    def policy(self, model: str) -> PolicyGroup:
+        """The policy, sharded over its ranks. Raises what a rank raised, or what the nodes have not in common."""
+        config, grid = self.config, resolve_grid(self.config.grid)
+        for seat in self.seats.of("policy"):
+            kwargs = {"config": config, "model_path": model, "rank": seat.index, "world": grid.dp_world, "objective": OBJECTIVE}
+            self._add(seat, "posttrain.policy.rank:PolicyRank", {**kwargs, "transport": transport(config)}, ["algorithms"])
+        self._ranks = self._begin("policy")
+        group = PolicyGroup(self._ranks, config.loop.train_timeout_s)
+        group.start(config.grid.start_timeout_s)
+        return group
+
+    def publisher(self) -> GroupPublisher:
+        """The ranks of `policy`, as those who publish."""
+        return GroupPublisher([RemoteRank(rank, self.config.weights.stage_timeout_s) for rank in self._ranks])
+
+    def rollouts(self, spec: EngineSpec) -> Replicas:
+        """The rollout replicas; their engines are not started."""
+        config = self.config
+        for seat in self.seats.of("rollout"):
+            logs = Path(self._common["logs"]) / seat.name
+            kwargs = {
+                "name": seat.name, "engine": config.rollout.engine, "options": config.rollout.options,
+                "spec": replace_logs(spec, logs), "transport": transport(config),
+                "compare_bytes": config.weights.verify_weight_values,
+            }  # fmt: skip
+            self._add(seat, "posttrain.rollout.body:RolloutBody", kwargs, ["engines"])
+        remotes = self._begin("rollout")
+        lanes = [RemoteLane(remote, config.weights.rebuild_timeout_s) for remote in remotes]
+        return Replicas(lanes, start_timeout_s=config.rollout.start_timeout_s)
+
+    def close(self) -> None:
+        """End every role, then the connection. Idempotent."""
+        self.fleet.close()
+        self._stack.close()
+
+    def _add(self, seat: Seat, factory: str, kwargs: dict[str, Any], kinds: Sequence[str]) -> None:
+        refs = tuple(ref for ref in plugin_refs(self.config) if ref.kind in (*kinds, "datapackers", "transports"))
+        spec = RoleSpec(seat.name, factory, kwargs, warm=transport(self.config) == "nixl", plugins=refs, **self._common)
+        self.fleet.add(spec, seat)
+
+    def _begin(self, role: str) -> list[Any]:
+        names = [seat.name for seat in self.seats.of(role)]
+        self.fleet.begin(names, self.config.grid.start_timeout_s)
+        remotes = [self.fleet.roles[name] for name in names]
+        check(self._common["nonce"], [remote.place.sighting for remote in remotes if remote.place and remote.place.sighting])
+        return remotes
+
+
+def open_cluster(config: RunConfig, run_dir: RunDir, say: Callable[[str], None]) -> Hosting:
+    """Join or start the cluster and reserve what the grid needs. Raises EngineStartError; nothing is left then."""
+    grid = resolve_grid(config.grid)
+    with ExitStack() as stack:
+        roles = grid.policy[1] + grid.rollout[0]
+        cluster = stack.enter_context(connect(logs=run_dir.logs, cpus=roles))
+        plan = seats(grid, gpu=cluster.gpus > 0)
+        cluster.reserve(plan, timeout=config.grid.start_timeout_s)
+        nonce = stack.enter_context(written(run_dir.path))
+        common = {
+            "logs": str(run_dir.logs), "driver": ProcessId.current(), "driver_boot": boot_id(), "nonce": nonce,
+            "threads": config.grid.threads or 1, "paths": tuple(path for path in sys.path if path), "folder": os.getcwd(),
+        }  # fmt: skip
+        owner = "its own Ray cluster" if cluster.own else f"the Ray cluster at {cluster.address}"
+        say(f"grid: {grid.policy[1]} policy rank(s), {grid.rollout[0]} rollout replica(s) on {cluster.nodes} node(s) of {owner}")
+        return Hosting(config, cluster, plan, Fleet(cluster, config.grid.heartbeat_timeout_s), stack.pop_all(), common)
+
+
+def transport(config: RunConfig) -> str:
+    """The transport's name, `auto` resolved."""
+    return TRANSPORT if config.weights.transport == "auto" else config.weights.transport
+
+
+def plugin_refs(config: RunConfig) -> list[PluginRef]:
+    """The plug-ins that roles load, as they are installed here. The data's and the environments' stay on the driver."""
+    wanted = [
+        ("algorithms", config.rl.objective.name), ("engines", config.rollout.engine), ("transports", transport(config)),
+    ]  # fmt: skip
+    if config.rl.data.packer:
+        wanted.append(("datapackers", config.rl.data.packer))
+    refs = []
+    for kind, name in wanted:
+        found = [info for info in plugins.discover(kind) if name in (info.name, f"{info.distribution}/{info.name}")]
+        refs.append(PluginRef(kind, name, found[0].distribution, found[0].version) if len(found) == 1 else PluginRef(kind, name))
+    return refs
+
+
+def replace_logs(spec: EngineSpec, logs: Path) -> EngineSpec:
+    """An engine's chatter goes to a folder of its own."""
+    from dataclasses import replace
+
+    return replace(spec, log_dir=logs)

@@ -1,0 +1,79 @@
+"""The ranks of a sharded policy in other processes, as one policy: the same methods as `Policy`, called on all ranks together.
+
+Every method is collective: one call goes to all ranks with the same arguments, and the first rank's result is everybody's. A rank
+that fails takes the others with it, because they wait for it in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.placement.remote import Remote, together
+
+if TYPE_CHECKING:
+    from posttrain.policy.rows import Row
+    from posttrain.policy.step import StepResult
+    from posttrain.weights.publication import Publication
+
+GRACE_S = 10.0
+
+
+class PolicyGroup:
+    """ranks: in rank order.   timeout: seconds that a collective call may take (`rl.train_timeout_s`)."""
+
+    def __init__(self, ranks: Sequence[Remote], timeout: float) -> None:
+        self._ranks, self._timeout = list(ranks), timeout
+        self.notes: list[str] = []
+        self.vocab_size = 0
+
+    def start(self, timeout: float) -> None:
+        """Bring the process group up, build the policy on every rank. Raises what building raised."""
+        address, port = together(self._ranks[:1], "rendezvous", timeout=timeout)[0]
+        described = together(self._ranks, "start", address, port, timeout, timeout=timeout + GRACE_S)[0]
+        self.notes, self.vocab_size = described["notes"], described["vocab_size"]
+
+    def train_step(self, rows: list[Row]) -> StepResult:
+        return self._all("train_step", rows)  # type: ignore[no-any-return]
+
+    def evaluate(self, rows: list[Row]) -> dict[str, float]:
+        return self._all("evaluate", rows)  # type: ignore[no-any-return]
+
+    def logprobs(self, rows: list[Row]) -> list[list[float]]:
+        return self._all("logprobs", rows)  # type: ignore[no-any-return]
+
+    def score(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
+        return self._all("score", sequences, dtype)  # type: ignore[no-any-return]
+
+    def save(self, folder: str | Path) -> None:
+        self._all("save", str(folder))
+
+    def load(self, folder: str | Path) -> None:
+        self._all("load", str(folder))
+
+    def _all(self, method: str, *args: Any) -> Any:
+        return together(self._ranks, method, *args, timeout=self._timeout)[0]
+
+
+class RemoteRank:
+    """One rank as the publisher of its part (`weights.publisher.RankEnd`). timeout: seconds of one call."""
+
+    def __init__(self, remote: Remote, timeout: float) -> None:
+        self._remote, self._timeout, self.name = remote, timeout, remote.name
+        self.at: int | None = None
+
+    async def publish(self, version: int) -> Publication:
+        return await self._remote.call("publish", version, timeout=self._timeout)  # type: ignore[no-any-return]
+
+    async def retract(self, version: int) -> None:
+        await self._remote.call("retract", version, timeout=GRACE_S)
+
+    async def hold(self, version: int) -> None:
+        await self._remote.call("hold", version, timeout=GRACE_S)
+
+    async def release(self, version: int) -> None:
+        await self._remote.call("release", version, timeout=GRACE_S)
+
+    async def close(self) -> None:
+        await self._remote.call("close_publications", timeout=GRACE_S)

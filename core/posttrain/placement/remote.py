@@ -1,0 +1,292 @@
+"""The driver's end of a role in a Ray actor: calls with deadlines, deaths that are named, heartbeats.
+
+    fleet = Fleet(cluster, logs, heartbeat_timeout_s=60)
+    policy = fleet.add(RoleSpec("policy-0", "posttrain.policy.rank:PolicyRank", {...}), seat)
+    fleet.begin(["policy-0"], timeout=300)
+    await policy.call("publish", 3, timeout=60)
+    await fleet.watch()        # returns never; raises when a role is dead or stuck
+
+Every call has a deadline. A role that died is named with its pid, its node and the last lines of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import RunInterrupted, WaitExpired
+from posttrain.placement.host import Beat, Host, Outcome, Place, RoleSpec
+
+if TYPE_CHECKING:
+    from posttrain.placement.cluster import Cluster, Seat
+
+LOG_LINES = 5
+DEATH_GRACE_S = 3.0
+"""How long a collective call that failed on one role waits for the others: the death of one reaches its peers first."""
+
+
+@dataclass(eq=False)
+class Remote:
+    """One role. `place` is known once it has begun."""
+
+    spec: RoleSpec
+    actor: Any
+    place: Place | None = None
+    ended: bool = False
+    _seen: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """The method's result, or what it raised. Raises RunInterrupted when the role is dead, WaitExpired after `timeout` s."""
+        future = self.actor.call.remote(method, *args)
+        return self._value(await self._bounded(asyncio.wrap_future(future.future()), method, timeout))
+
+    def call_blocking(self, method: str, *args: Any) -> concurrent.futures.Future[Any]:
+        """The same from ordinary code: a future of the outcome; see `together`."""
+        return self.actor.call.remote(method, *args).future()  # type: ignore[no-any-return]
+
+    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        """What an asynchronous generator of the role yields."""
+        references = self.actor.stream.options(num_returns="streaming").remote(method, *args)
+        try:
+            async for reference in references:
+                yield self._value(await reference)
+        except _ray_errors() as exc:
+            raise self.died(exc) from exc
+
+    async def beat(self, timeout: float, *, stacks: bool = False) -> Beat:
+        """A heartbeat. Raises RunInterrupted when the role is dead, TimeoutError when it does not answer."""
+        try:
+            beat: Beat = await asyncio.wait_for(asyncio.wrap_future(self.actor.beat.remote(stacks).future()), timeout)
+        except _ray_errors() as exc:
+            raise self.died(exc) from exc
+        self._seen = time.monotonic()
+        return beat
+
+    def kill(self) -> None:
+        """End the role's process now; idempotent."""
+        import ray
+
+        self.ended = True
+        with contextlib.suppress(Exception):
+            ray.kill(self.actor, no_restart=True)
+
+    def died(self, exc: BaseException) -> RunInterrupted:
+        """The error that says that this role is gone."""
+        where = f"{self.name}" + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
+        return RunInterrupted(
+            f"{self.name} died",
+            where=where,
+            cause="; ".join([_first_line(exc), *last_lines(Path(self.spec.logs) / f"{self.name}.log")]),
+            fix=f"read {self.spec.logs}/{self.name}.log, then go on with --resume",
+            code="role-died",
+        )
+
+    def stuck(self, seconds: float, stacks: Sequence[str] = ()) -> RunInterrupted:
+        """The error that says that this role does not answer."""
+        where = f"{self.name}" + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
+        return RunInterrupted(
+            f"{self.name} has not answered for {seconds:.0f} s",
+            where=where,
+            cause="; ".join(["its process is stopped, frozen in a fault, or its machine is unreachable", *stacks]),
+            fix=f"read {self.spec.logs}/{self.name}.log, then go on with --resume; grid.heartbeat_timeout_s sets the limit",
+            code="role-stuck",
+        )
+
+    async def _bounded(self, future: asyncio.Future[Any], method: str, timeout: float) -> Any:
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError as exc:
+            raise await self.late(method, timeout) from exc
+        except _ray_errors() as exc:
+            raise self.died(exc) from exc
+
+    async def late(self, method: str, timeout: float) -> WaitExpired:
+        """The error that says that a call missed its deadline, with the stacks of the role."""
+        stacks: Sequence[str] = ()
+        with contextlib.suppress(Exception):
+            stacks = (await self.beat(2.0, stacks=True)).stacks
+        return WaitExpired(
+            f"{self.name} did not finish {method} within {timeout:g} s",
+            where=f"owner: {self.name}",
+            cause="; ".join(stacks) or "it does not answer heartbeats either",
+            fix=f"see {self.spec.logs}/{self.name}.log",
+        )
+
+    def _value(self, outcome: Outcome) -> Any:
+        if outcome.failure is not None:
+            raise outcome.failure
+        return outcome.value
+
+
+@dataclass(eq=False)
+class Fleet:
+    """All roles of a run. heartbeat_timeout_s: how long a role may be silent."""
+
+    cluster: Cluster
+    heartbeat_timeout_s: float
+    roles: dict[str, Remote] = field(default_factory=dict)
+
+    def add(self, spec: RoleSpec, seat: Seat) -> Remote:
+        """Place a role in its seat. Nothing of it runs before `begin`."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor = ray.remote(Host).options(
+            num_cpus=seat.cpus,
+            num_gpus=seat.gpus,
+            max_concurrency=1000,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.cluster.group, placement_group_bundle_index=seat.bundle),
+        )
+        self.roles[spec.name] = Remote(spec, actor.remote(spec))
+        return self.roles[spec.name]
+
+    def begin(self, names: Sequence[str], timeout: float) -> None:
+        """Build these roles where they were placed, side by side. Raises what building the first that failed raised."""
+        roles = [self.roles[name] for name in names]
+        places = _collect({role.actor.begin.remote().future(): role for role in roles}, "begin", timeout)
+        for role, place in zip(roles, places, strict=True):
+            role.place = place
+
+    async def watch(self) -> None:
+        """Ask every role for a heartbeat, for ever. Raises as soon as one is dead, or silent for too long (it is then killed)."""
+        period = self.heartbeat_timeout_s / 6
+        await first_failure([self._watch(role, period) for role in self.roles.values()])
+
+    async def _watch(self, role: Remote, period: float) -> None:
+        while not role.ended:
+            try:
+                await role.beat(self.heartbeat_timeout_s)
+            except TimeoutError:
+                role.kill()
+                raise role.stuck(time.monotonic() - role._seen) from None
+            except RunInterrupted:
+                if role.ended:
+                    return
+                raise
+            await asyncio.sleep(period)
+
+    def close(self) -> None:
+        """End every role."""
+        for role in self.roles.values():
+            role.kill()
+
+
+def together(roles: Sequence[Remote], method: str, *args: Any, timeout: float) -> list[Any]:
+    """Call a collective method of all roles from ordinary code; their results in order.
+
+    The first failure is raised at once, and all the roles are killed with it: the others wait in a collective for the one that
+    failed. Raises WaitExpired naming the roles that are late.
+    """
+    import ray
+
+    # one copy in the object store, whatever the number of roles
+    shared = [ray.put(value) for value in args]
+    return _collect({role.call_blocking(method, *shared): role for role in roles}, method, timeout)
+
+
+def _collect(futures: dict[concurrent.futures.Future[Any], Remote], method: str, timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    pending = set(futures)
+    while pending:
+        done, pending = concurrent.futures.wait(
+            pending, max(deadline - time.monotonic(), 0), return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        failure = _origin(futures, done, pending) if done else _late(futures, pending, method, timeout)
+        if failure is not None:
+            for role in futures.values():
+                role.kill()
+            raise failure
+    return [role._value(future.result()) for future, role in futures.items()]
+
+
+async def first_failure(work: Sequence[Any]) -> None:
+    """Run side by side; the first exception cancels the rest and is raised itself."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def last_lines(path: Path, count: int = LOG_LINES) -> list[str]:
+    """The last lines of a log that say something; empty when there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line.strip() for line in lines if line.strip()][-count:]
+
+
+def _origin(
+    futures: dict[concurrent.futures.Future[Any], Remote],
+    done: set[concurrent.futures.Future[Any]],
+    pending: set[concurrent.futures.Future[Any]],
+) -> BaseException | None:
+    """Why a collective call failed, None while it has not. A death comes before what the survivors say about their connection."""
+    failures = [f for f in (_failure(futures[future], future) for future in done) if f is not None]
+    if not failures:
+        return None
+    if pending:
+        later, _ = concurrent.futures.wait(pending, DEATH_GRACE_S)
+        failures += [f for f in (_failure(futures[future], future) for future in later) if f is not None]
+    return next((f for f in failures if getattr(f, "code", "") == "role-died"), failures[0])
+
+
+def _late(
+    futures: dict[concurrent.futures.Future[Any], Remote],
+    pending: set[concurrent.futures.Future[Any]],
+    method: str,
+    timeout: float,
+) -> BaseException:
+    roles = [role for future, role in futures.items() if future in pending]
+    names = ", ".join(role.name for role in roles)
+    return WaitExpired(
+        f"{names} did not finish {method} within {timeout:g} s",
+        where=f"owner: {names}",
+        cause="; ".join(line for role in roles for line in _stacks_of(role)),
+        fix=f"see the logs of {names} under {roles[0].spec.logs}",
+    )
+
+
+def _stacks_of(role: Remote) -> list[str]:
+    """Where the threads of a role are, for an error; a role that does not answer is said to be silent."""
+    import ray
+
+    try:
+        beat: Beat = ray.get(role.actor.beat.remote(True), timeout=2.0)
+    except Exception:
+        return [f"{role.name} does not answer"]
+    return [f"{role.name} {line}" for line in beat.stacks]
+
+
+def _failure(role: Remote, future: concurrent.futures.Future[Any]) -> BaseException | None:
+    exc = future.exception()
+    if exc is not None:
+        return role.died(exc) if isinstance(exc, _ray_errors()) else exc
+    return future.result().failure  # type: ignore[no-any-return]
+
+
+def _ray_errors() -> tuple[type[BaseException], ...]:
+    from ray.exceptions import RayError
+
+    return (RayError,)
+
+
+def _first_line(exc: BaseException) -> str:
+    text = str(exc).strip().splitlines()
+    reasons = [line.strip() for line in text if "exit" in line.lower() or "node" in line.lower()]
+    return (reasons or text or [type(exc).__name__])[0]

@@ -1,0 +1,220 @@
+"""Roles in Ray actors: calls, streams, deaths, stalls, deadlines. One cluster, whose roles are reused where they survive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from posttrain.config.schema import GridConfig, ShapesConfig
+from posttrain.errors import EngineStartError, PackerError, PluginError, RunAborted, RunInterrupted, WaitExpired, WeightSyncError
+from posttrain.placement.cluster import Cluster, Seat, Seats, connect, seats
+from posttrain.placement.grid import resolve_grid
+from posttrain.placement.host import PluginRef, RoleSpec, boot_id
+from posttrain.placement.remote import Fleet, together
+from posttrain.weights.owner import ProcessId
+
+HERE = Path(__file__).parent.parent / "placement"
+PLAN = Seats(tuple({"CPU": 1.0} for _ in range(8)), ())
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def cluster(logs: Path) -> Iterator[Cluster]:
+    with connect(logs=logs, cpus=8) as cluster:
+        cluster.reserve(PLAN, timeout=60)
+        yield cluster
+
+
+class Roles:
+    """A fleet whose roles are made by name, each in a bundle of its own."""
+
+    def __init__(self, cluster: Cluster, logs: Path) -> None:
+        self.fleet, self.logs = Fleet(cluster, heartbeat_timeout_s=3.0), logs
+
+    def make(self, count: int = 1, *, kwargs: dict[str, Any] | None = None, each: Any = None, **options: Any) -> list[Any]:
+        made = []
+        for i in range(count):
+            name = f"toy-{i}"
+            spec = RoleSpec(
+                name,
+                "toy_roles:Toy",
+                (each or {}).get(name, kwargs or {}),
+                str(self.logs),
+                ProcessId.current(),
+                boot_id(),
+                paths=(str(HERE),),
+                **options,
+            )
+            made.append(self.fleet.add(spec, Seat("toy", i, i, 0.1, 0.0)))
+        self.fleet.begin(list(self.fleet.roles), 60)
+        return made
+
+
+@pytest.fixture
+def roles(cluster: Cluster, tmp_path: Path) -> Iterator[Roles]:
+    made = Roles(cluster, tmp_path)
+    yield made
+    made.fleet.close()
+
+
+@pytest.fixture(scope="module")
+def toy(cluster: Cluster, logs: Path) -> Iterator[Any]:
+    """One role that no test kills."""
+    made = Roles(cluster, logs)
+    yield made.make(kwargs={"answer": 40})[0]
+    made.fleet.close()
+
+
+def test_a_method_is_called_where_the_role_lives(toy: Any) -> None:
+    assert asyncio.run(toy.call("add", 2, timeout=10)) == 42
+    pid = asyncio.run(toy.call("pid", timeout=10))
+    assert pid == toy.place.pid != os.getpid()
+
+
+def test_a_stream_yields_in_order_and_ends_with_what_it_raised(toy: Any) -> None:
+    async def take(*args: int) -> list[int]:
+        taken = []
+        try:
+            async for number in toy.stream("count", *args):
+                taken.append(number)
+        except RunAborted as exc:
+            assert "cannot say 2" in exc.message
+            taken.append(-1)
+        return taken
+
+    assert asyncio.run(take(5)) == [0, 1, 2, 3, 4]
+    assert asyncio.run(take(5, 2)) == [0, 1, -1]
+
+
+def test_an_error_of_ours_arrives_as_it_is_and_says_where(toy: Any) -> None:
+    with pytest.raises(WeightSyncError, match="bucket 3 arrived damaged") as caught:
+        asyncio.run(toy.call("fail_known", timeout=10))
+    assert caught.value.fix == "look at the network" and "toy-0" in caught.value.where
+
+
+def test_any_other_error_names_role_method_line_and_log(toy: Any, logs: Path) -> None:
+    with pytest.raises(RunAborted, match=r"toy-0 failed in fail: ValueError: seven is not even \(fail, toy_roles.py:\d+\)"):
+        asyncio.run(toy.call("fail", timeout=10))
+    assert "seven is not even" in (logs / "toy-0.log").read_text()
+
+
+def test_an_error_that_cannot_be_pickled_arrives_without_what_holds_it_back(toy: Any) -> None:
+    with pytest.raises(WeightSyncError, match="held by a lock"):
+        asyncio.run(toy.call("fail_unpicklable", timeout=10))
+
+
+def test_a_heartbeat_is_answered_while_the_role_computes(toy: Any) -> None:
+    async def both() -> tuple[float, tuple[Any, ...]]:
+        nap = asyncio.ensure_future(toy.call("nap", 1.0, timeout=10))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        beat = await toy.beat(5)
+        took = time.monotonic() - began
+        await nap
+        return took, beat.busy
+
+    took, busy = asyncio.run(both())
+    assert took < 0.5 and busy[0][0] == "nap"
+
+
+def test_a_late_call_is_named_with_the_stacks_of_the_role(toy: Any) -> None:
+    with pytest.raises(WaitExpired, match="toy-0 did not finish nap within 0.5 s") as caught:
+        asyncio.run(toy.call("nap", 1.5, timeout=0.5))
+    assert "nap (toy_roles.py" in caught.value.cause
+
+
+def test_a_role_that_cannot_be_built_says_why(roles: Roles) -> None:
+    with pytest.raises(WeightSyncError, match="cannot be built: no clay"):
+        roles.make(kwargs={"fail": "no clay"})
+
+
+def test_a_killed_role_is_named_with_its_pid_and_its_last_words(roles: Roles) -> None:
+    (toy,) = roles.make()
+    with pytest.raises(RunInterrupted, match="toy-0 died") as caught:
+        asyncio.run(toy.call("die", timeout=10))
+    assert str(toy.place.pid) in caught.value.where and "about to die" in caught.value.cause and caught.value.retryable
+
+
+def test_the_watch_notices_a_death_while_nobody_calls(roles: Roles) -> None:
+    first, second = roles.make(2)
+
+    async def watch() -> None:
+        watching = asyncio.ensure_future(roles.fleet.watch())
+        await asyncio.sleep(0.2)
+        os.kill(second.place.pid, signal.SIGKILL)
+        await asyncio.wait_for(watching, 10)
+
+    with pytest.raises(RunInterrupted, match="toy-1 died"):
+        asyncio.run(watch())
+    assert asyncio.run(first.call("add", 1, timeout=5)) == 1
+
+
+def test_the_watch_notices_a_stopped_process_and_ends_it(roles: Roles) -> None:
+    (toy,) = roles.make()
+    os.kill(toy.place.pid, signal.SIGSTOP)
+    with pytest.raises(RunInterrupted, match=r"toy-0 has not answered for \d+ s"):
+        asyncio.run(asyncio.wait_for(roles.fleet.watch(), 20))
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(toy.place.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(toy.place.pid)
+
+
+def test_a_collective_call_names_the_dead_and_not_those_who_lost_the_connection(roles: Roles) -> None:
+    made = roles.make(2, each={"toy-1": {"answer": 1}})
+    with pytest.raises(RunInterrupted, match="toy-1 died"):
+        together(made, "meet", 1, timeout=20)
+
+
+def test_a_collective_call_that_is_late_names_who_is_late(roles: Roles) -> None:
+    made = roles.make(2)
+    with pytest.raises(WaitExpired, match="toy-0, toy-1 did not finish nap within 1 s"):
+        together(made, "nap", 30.0, timeout=1)
+
+
+def test_results_of_a_collective_call_are_in_the_order_of_the_roles(roles: Roles) -> None:
+    made = roles.make(2)
+    assert together(made, "add", 5, timeout=10) == [5, 5]
+
+
+def test_a_plugin_that_a_worker_does_not_have_fails_before_the_role_is_built(roles: Roles) -> None:
+    with pytest.raises(PackerError, match="Unable to import DataPacker factory 'nowhere.packers:make'") as caught:
+        roles.make(plugins=(PluginRef("datapackers", "nowhere.packers:make"),))
+    assert caught.value.code == "E9" and "node " in caught.value.where and "every node" in caught.value.fix
+
+
+def test_a_plugin_of_another_version_is_named_with_both(roles: Roles) -> None:
+    with pytest.raises(PluginError, match=r"is posttrain [\d.]+ on node .*, and 99.0 on the driver"):
+        roles.make(plugins=(PluginRef("envs", "arithmetic", "posttrain", "99.0"),))
+
+
+def test_a_cluster_that_is_too_small_says_what_is_missing(cluster: Cluster) -> None:
+    with pytest.raises(EngineStartError, match=r"the cluster has 8 CPU free, this grid needs 1000 CPU in 1 bundle"):
+        cluster.reserve(Seats(({"CPU": 1000.0},), ()), timeout=1)
+    with pytest.raises(EngineStartError, match=r"has .* free after 1 s, this grid needs 8 CPU") as caught:
+        cluster.reserve(PLAN, timeout=1)  # the module's own group holds them
+    assert "another job may hold them" in caught.value.fix
+
+
+def test_seats_on_a_cpu_are_one_core_each() -> None:
+    grid = resolve_grid(GridConfig(backend="ray", shapes=ShapesConfig(policy=(1, 2), rollout=(2, 1)), dp_shard=2))
+    plan = seats(grid, gpu=False)
+    assert [seat.name for seat in plan.seats] == ["policy-0", "policy-1", "rollout-0", "rollout-1"]
+    assert plan.needs == {"CPU": 4.0}
+
+
+def test_what_ray_says_is_in_its_log_and_not_on_the_screen(cluster: Cluster, logs: Path) -> None:
+    assert (logs / "ray.log").exists()
+    assert (logs / "ray").is_symlink() and list((logs / "ray").glob("worker-*.err"))

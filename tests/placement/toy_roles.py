@@ -1,0 +1,59 @@
+"""Roles for the tests of hosting: they sleep, fail, die and count."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+
+from posttrain.errors import WeightSyncError
+
+
+class Toy:
+    def __init__(self, *, answer: int = 0, fail: str = "") -> None:
+        if fail:
+            raise WeightSyncError(f"the toy cannot be built: {fail}", fix="build another")
+        self.answer = answer
+
+    def add(self, number: int) -> int:
+        return self.answer + number
+
+    def nap(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "slept"
+
+    async def wait(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    def fail(self) -> None:
+        raise ValueError("seven is not even")
+
+    def fail_known(self) -> None:
+        raise WeightSyncError("bucket 3 arrived damaged", fix="look at the network")
+
+    def fail_unpicklable(self) -> None:
+        exc = WeightSyncError("held by a lock")
+        exc.lock = __import__("threading").Lock()  # type: ignore[attr-defined]
+        raise exc
+
+    def die(self) -> None:
+        print("about to die", flush=True)
+        os.kill(os.getpid(), 9)
+
+    def meet(self, dying: int) -> str:
+        """A collective: the dying one dies, the others learn of it by a lost connection, before Ray learns of the death."""
+        if self.answer == dying:
+            time.sleep(0.5)
+            self.die()
+        raise RuntimeError("connection closed by peer")
+
+    async def count(self, upto: int, fail_at: int = -1) -> AsyncIterator[int]:
+        for number in range(upto):
+            if number == fail_at:
+                raise ValueError(f"cannot say {number}")
+            yield number
+
+    def pid(self) -> int:
+        return os.getpid()
