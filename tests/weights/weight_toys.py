@@ -64,11 +64,13 @@ class ToyEngine(Engine):
         self.version: int | None = None
         self.weights: Weights = {}
         self.paused = False
-        self.starts = 0
+        self.stamp = 0  # added to the version that the engine says it has
+        self.starts = self.writes = 0
 
     async def start(self) -> None:
         self.starts += 1
         self.version, self.invalid, self.weights, self.paused = None, None, {}, False
+        self.stamp = 0
 
     async def generate(self, requests: Sequence[Request]):  # type: ignore[no-untyped-def, override]
         self.refuse_invalid()
@@ -93,12 +95,13 @@ class ToyEngine(Engine):
     async def apply(self, staged: Staged) -> None:
         assert self.paused
         for position, (name, tensor) in enumerate(staged.tensors()):
+            self.writes += 1
             change = self.on_write(position, name)
             if asyncio.iscoroutine(change):
                 change = await change
             if change != "leave out":
                 self.weights[name] = tensor.clone()
-        self.version = staged.version
+        self.version = staged.version + self.stamp
 
     async def resume(self) -> None:
         self.paused = False

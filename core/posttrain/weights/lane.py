@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from posttrain.errors import WeightSyncError, error
+from posttrain.weights.failure import PeerFailure
 from posttrain.weights.plan import BucketPlan
 
 State = Literal["idle", "open", "staging", "voted", "applying", "committed", "aborted", "invalid"]
@@ -80,10 +81,14 @@ class Lane:
         """Say that everything is staged. Raises WeightSyncError naming what is not."""
         self._expect(epoch, "staging")
         assert self.plan is not None
-        absent = [b.index for b in self.plan.buckets if b.index not in self._staged]
+        absent = [b for b in self.plan.buckets if b.index not in self._staged]
         if absent:
-            names = sorted({p.name for i in absent for p in self.plan.buckets[i].pieces})
-            raise WeightSyncError(f"lane {self.name}: epoch {epoch} lacks {', '.join(names)} (buckets {absent})")
+            names = ", ".join(sorted({p.name for bucket in absent for p in bucket.pieces}))
+            raise PeerFailure(
+                f"lane {self.name}: epoch {epoch} lacks {names}", peer=self.name, phase="stage", bucket=absent[0].index,
+                where=", ".join(f"bucket {b.index} of policy rank {b.rank}" for b in absent),
+                cause="its arrival was not acknowledged in this epoch",
+            )  # fmt: skip
         self.state = "voted"
 
     def apply(self, epoch: int) -> None:

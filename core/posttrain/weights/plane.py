@@ -17,9 +17,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from posttrain.errors import RunAborted, WeightSyncError
+from posttrain.errors import RunAborted
 from posttrain.weights.deadline import abandon, in_thread, within
 from posttrain.weights.failure import PeerFailure, Phase, as_failure
+from posttrain.weights.memory import shared_folder, sweep
 from posttrain.weights.publication import Publication, PublicationPool, whole
 from posttrain.weights.publisher import LocalPublisher, Publisher
 from posttrain.weights.receiver import Receiver
@@ -163,7 +164,7 @@ class WeightPlane:
         try:
             return await self._publish_once(version)
         except PeerFailure as exc:
-            self.last_failure = exc
+            self._record(exc)
             if self.config.on_failure != "rebuild_and_retry":
                 raise
         return await self._publish_once(version)
@@ -212,7 +213,7 @@ class WeightPlane:
         finally:
             for task in tasks:
                 abandon(task)
-        self.last_failure = origin = _first(_failures(done))
+        origin = self._record(_first(_failures(done)))
         failed = next(lane for task, lane in tasks.items() if task in done and _failures([task]) == [origin])
         return failed, origin, answered
 
@@ -248,7 +249,7 @@ class WeightPlane:
             elif isinstance(result, BaseException):
                 raise result
         if failures:
-            self.last_failure = _first(list(failures.values()))
+            self._record(_first(list(failures.values())))
         return failures
 
     async def _rebuild(self, lane: LaneEnd) -> None:
@@ -287,10 +288,16 @@ class WeightPlane:
                 timeout = self.config.apply_timeout_s
                 metrics |= await self._of_lane(lane, "canary", self._canary.check(lane, expected), timeout)
                 lane.proved = True
-            except WeightSyncError as exc:
+            except PeerFailure as exc:
+                self._record(exc)
                 with contextlib.suppress(Exception):
                     await within(lane.invalidate(exc.message), self.config.abort_timeout_s)
                 raise
+
+    def _record(self, failure: PeerFailure) -> PeerFailure:
+        self.last_failure = failure
+        sweep(shared_folder())  # whoever died may have left memory on this host
+        return failure
 
     # ---- deadlines and names
 

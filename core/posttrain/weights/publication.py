@@ -65,27 +65,32 @@ def merge_publications(parts: Sequence[Publication]) -> Publication:
     first, rest = parts[0], parts[1:]
     digests, handles = list(first.digests), dict(first.handles)
     for part in rest:
-        rank = ", ".join(map(str, part.handles))
+        rank, other = min(part.handles), min(first.handles)
         if part.version != first.version:
-            raise WeightSyncError(
-                f"policy rank {rank} published version {part.version}, rank {min(first.handles)} version {first.version}",
-                cause="the ranks are not at the same step",
-            )
+            raise _unfit(
+                f"policy rank {rank} published version {part.version}, rank {other} version {first.version}",
+                "the ranks are not at the same step", rank,
+            )  # fmt: skip
         if part.plan.digest != first.plan.digest:
-            raise WeightSyncError(
-                f"policy rank {rank} cut its weights by another plan than rank {min(first.handles)}",
-                cause="the ranks hold other parameters, or another order of them",
-            )
+            raise _unfit(
+                f"policy rank {rank} cut its weights by another plan than rank {other}",
+                "the ranks hold other parameters, or another order of them", rank,
+            )  # fmt: skip
         digests = [mine or theirs for mine, theirs in zip(digests, part.digests, strict=True)]
         handles |= part.handles
     absent = [b for b in first.plan.buckets if not digests[b.index] or b.rank not in handles]
     if absent:
-        raise WeightSyncError(
-            f"publication {first.version} lacks bucket {absent[0].index} of policy rank {absent[0].rank} "
-            f"({absent[0].pieces[0].name} …)" + (f" and {len(absent) - 1} more" if absent[1:] else ""),
-            cause="the rank did not publish everything that the plan wants from it",
-        )
+        bucket, more = absent[0], f" and {len(absent) - 1} more" if absent[1:] else ""
+        raise _unfit(
+            f"publication {first.version} lacks bucket {bucket.index} of policy rank {bucket.rank} "
+            f"({bucket.pieces[0].name} …){more}",
+            "the rank did not publish everything that the plan wants from it", bucket.rank, bucket.index,
+        )  # fmt: skip
     return Publication(first.version, first.plan, tuple(digests), handles)
+
+
+def _unfit(message: str, cause: str, rank: int, bucket: int | None = None) -> PeerFailure:
+    return PeerFailure(message, peer=f"policy rank {rank}", phase="publish", bucket=bucket, cause=cause)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.weights.deadline import start_thread, within
 from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
-from posttrain.weights.memory import Region
+from posttrain.weights.memory import Region, shared_folder, sweep
 from posttrain.weights.plan import Bucket, coverage_problems
 from posttrain.weights.publication import Publication, bucket_digest
 from posttrain.weights.transport import Staged, Transport
@@ -123,6 +123,7 @@ class Receiver:
         """
         await self._stop(cause)
         self._staged = None
+        sweep(shared_folder())  # whoever died may have left memory on this host
         if self.lane.under_way:
             applying = self.lane.state == "applying"
             self.lane.abort(cause)

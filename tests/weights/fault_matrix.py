@@ -1,0 +1,349 @@
+"""The fault matrix: every peer, every bucket, every fault, and what must hold after each. `Matrix.run` returns what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fault_rig import (
+    LANES,
+    PROMPT,
+    RANKS,
+    STALL_S,
+    Fault,
+    Here,
+    LaneRole,
+    RankRole,
+    Worker,
+    expected_answer,
+    expected_logprobs,
+    own_files,
+)
+
+from posttrain.config.schema import WeightsConfig
+from posttrain.errors import RunAborted, WeightSyncError
+from posttrain.weights.canary import Canary
+from posttrain.weights.plane import WeightPlane
+from posttrain.weights.publisher import GroupPublisher
+
+KINDS = ("raise", "die", "stall", "corrupt", "wrong epoch", "partial")
+PEERS = ("policy rank 1", "rollout-0", "rollout-1")
+BUCKETS = {"policy rank 1": {"first": 3, "middle": 4, "last": 5}, "rollout-0": {"first": 0, "middle": 3, "last": 5}}
+BUCKETS["rollout-1"] = BUCKETS["rollout-0"]
+PRELOAD = [
+    "torch", "posttrain.policy.sharding", "posttrain.rollout.engine", "posttrain.types", "posttrain.weights.plane",
+    "posttrain.weights.shm",
+]  # fmt: skip
+SLACK_S = 2.0
+"""What a busy machine may add to a deadline."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault: who, where (first, middle, last; half-way for a fault while applying), what."""
+
+    peer: str
+    where: str
+    kind: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.phase}-{self.peer}-{self.where}-{self.kind}".replace(" ", "_")
+
+    @property
+    def bucket(self) -> int:
+        return BUCKETS[self.peer].get(self.where, -1)
+
+    @property
+    def of_lane(self) -> bool:
+        return self.peer.startswith("rollout")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a cell did. seconds: of the update that failed; first: the first exception as the message has it."""
+
+    cell: Cell
+    seconds: float
+    first: str
+    after: str
+    retry: str
+    drop: str
+
+
+def cells() -> Iterator[Cell]:
+    """Every cell: 54 before the vote, 3 more for a rank that dies while lanes pull from it, 12 while an engine applies."""
+    for peer in PEERS:
+        for where in ("first", "middle", "last"):
+            for kind in KINDS:
+                yield Cell(peer, where, kind, "stage" if peer.startswith("rollout") else "publish")
+    for where in ("first", "middle", "last"):
+        yield Cell("policy rank 1", where, "owner dies", "stage")
+    for peer in PEERS[1:]:
+        for kind in KINDS:
+            yield Cell(peer, "half-way", kind, "apply")
+
+
+def sample() -> list[Cell]:
+    """24 cells that cover every pair of peer, bucket and fault, and the death of a rank while lanes pull."""
+    every, chosen = list(cells()), []
+    for cell in every:
+        if cell.where == "half-way":
+            continue
+        number = PEERS.index(cell.peer) + (KINDS.index(cell.kind) if cell.kind in KINDS else 0)
+        if ("first", "middle", "last")[number % 3] == cell.where:
+            chosen.append(cell)
+    return chosen + [c for c in every if c.phase == "apply" and c.kind in ("raise", "die", "stall")][:5]
+
+
+class Matrix:
+    """The four peers on one transport, and the driver's plane over them."""
+
+    def __init__(self, transport: str) -> None:
+        self.transport, self.runner = transport, asyncio.Runner()
+        make: Any = Here if transport == "inproc" else Worker
+        if transport != "inproc":
+            multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+        self.ranks = [make(f"policy rank {r}", RankRole, transport, r) for r in range(RANKS)]
+        self.lanes = [make(f"rollout-{i}", LaneRole, transport, f"rollout-{i}") for i in range(LANES)]
+        self.pids: set[int] = set()
+        self.version = 0
+        canary = Canary(
+            lambda probe: expected_logprobs(self.version, probe), [list(PROMPT)], self._config("raise"), dtype="float32"
+        )
+        self.plane = WeightPlane(GroupPublisher(self.ranks, stop_timeout_s=0.1), self.lanes, self._config("raise"), canary=canary)
+        self.call(self._begin())
+
+    def call(self, work: Any) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 60))
+
+    def run(self, cell: Cell) -> Row:
+        return self.call(self._run(cell))  # type: ignore[no-any-return]
+
+    def close(self) -> set[int]:
+        """End everything; the processes that were ever started."""
+        self.call(self.plane.close())
+        for peer in (*self.ranks, *self.lanes):
+            peer.end()
+        self.runner.close()
+        return self.pids
+
+    # ---- one cell
+
+    async def _run(self, cell: Cell) -> Row:
+        seconds, first = await self._raises(cell)
+        after = await self._after_a_failure(cell)
+        await self._heal(cell)
+        retry = await self._retries(cell)
+        drop = await self._drops(cell) if cell.of_lane else "-"
+        return Row(cell, seconds, first, after, retry, drop)
+
+    async def _raises(self, cell: Cell) -> tuple[float, str]:
+        """on_failure=raise: ends in time and names peer, bucket and first exception; the version stays the old one."""
+        before = self.version
+        await self._arm(cell, "raise")
+        self.writes = [await lane.writes() for lane in self.lanes]
+        began = time.perf_counter()
+        try:
+            await self._sync()
+        except WeightSyncError as exc:
+            seconds, text = time.perf_counter() - began, str(exc)
+        else:
+            raise AssertionError(f"{cell}: the update went through")
+        limit = (STALL_S if cell.kind == "stall" else 0.0) + SLACK_S
+        assert seconds < limit, f"{cell} took {seconds:.2f} s"
+        assert cell.peer in text, f"{cell}: the peer is not named:\n{text}"
+        if cell.bucket >= 0:
+            assert re.search(rf"bucket {cell.bucket}\b", text), f"{cell}: the bucket is not named:\n{text}"
+        found = re.search(FIRST[cell.phase, cell.kind], text)
+        assert found, f"{cell}: the first exception is not named:\n{text}"
+        failure = self.plane.last_failure
+        assert failure is not None and (cell.bucket < 0 or failure.bucket == cell.bucket), (cell, failure and failure.bucket)
+        if cell.phase != "apply":
+            assert self.plane.version == before, "a version was advertised that nobody has"
+        return seconds, found.group(0)
+
+    async def _after_a_failure(self, cell: Cell) -> str:
+        """Who serves what, and that nothing is left: no pull, no slot that is held, no memory of the dead."""
+        dead = {peer.pid for peer in (*self.ranks, *self.lanes) if not _alive(peer)}
+        serving = []
+        for lane, writes in zip(self.lanes, self.writes, strict=True):
+            failed = lane.name == cell.peer
+            if not _alive(lane):
+                serving.append(f"{lane.name} dead")
+                continue
+            if cell.phase == "apply" and failed:
+                try:
+                    await lane.ask()
+                except WeightSyncError as exc:
+                    assert "invalid" in exc.message, exc
+                else:
+                    raise AssertionError(f"{cell}: an invalid lane generates")
+                serving.append(f"{lane.name} refuses")
+                continue
+            wanted = self.version if cell.phase == "apply" else self.plane.version
+            assert await lane.ask() == (expected_answer(wanted), wanted), f"{cell}: {lane.name} does not serve version {wanted}"
+            if cell.phase != "apply":
+                assert await lane.writes() == writes, f"{cell}: the engine of {lane.name} was touched before the vote"
+            serving.append(f"{lane.name} {'new' if cell.phase == 'apply' else 'old'}")
+        await self._disarm()
+        for lane in self.lanes:
+            if _alive(lane):
+                report = await lane.report()
+                assert report["pulls"] == 0 and not report["staged"], (cell, lane.name, report)
+        for rank in self.ranks:
+            if _alive(rank):
+                report = await rank.report()
+                assert report["held"] == 0 and report["slots"] <= 2, (cell, rank.name, report)
+        files = own_files({pid for pid in self.pids if pid})
+        assert not dead & files.keys(), f"{cell}: memory of the dead is left: {files}"
+        limits = {peer.pid: 2 if peer in self.ranks else 1 for peer in (*self.ranks, *self.lanes)}
+        assert all(count <= limits.get(pid, 0) for pid, count in files.items()), (cell, files)
+        return ", ".join(serving)
+
+    async def _heal(self, cell: Cell) -> None:
+        """What broke is started again, and the next update brings everybody to it."""
+        for rank in self.ranks:
+            if not _alive(rank) or (cell.kind == "owner dies" and rank.name == cell.peer):
+                rank.start_process()
+                self._remember()
+        for lane in self.lanes:
+            if not _alive(lane) or (cell.phase == "apply" and lane.name == cell.peer):
+                await lane.rebuild()
+                self._remember()
+        self.plane.lanes = list(self.lanes)
+        await self._works("raise")
+        for lane in self.lanes:
+            assert not (await lane.report())["gone"], f"{cell}: {lane.name} still maps the memory of a dead rank"
+
+    async def _works(self, policy: str) -> None:
+        await self._train(policy, stalls=False)
+        await self._sync()
+        await self._all_serve(self.lanes)
+
+    async def _retries(self, cell: Cell) -> str:
+        """on_failure=rebuild_and_retry heals to exactly the trainer's weights what a retry can heal, and raises for the rest."""
+        await self._arm(cell, "rebuild_and_retry")
+        lasting = not cell.of_lane and cell.kind in ("stall", "corrupt", "wrong epoch")  # what is published stays as it is
+        lasting |= self.transport != "inproc" and not cell.of_lane and cell.kind in ("die", "owner dies")
+        lasting |= cell.phase == "apply" and cell.kind in ("corrupt", "partial")  # the canary's: bytes were right
+        try:
+            await self._sync()
+        except WeightSyncError as exc:
+            assert lasting, f"{cell}: rebuild_and_retry did not heal:\n{exc}"
+            await self._disarm()
+            await self._heal(cell)
+            return "raises"
+        assert not lasting, f"{cell}: healed unexpectedly"
+        assert self.plane.last_failure is not None
+        self._remember()
+        await self._all_serve(self.lanes)
+        await self._disarm()
+        return "heals"
+
+    async def _drops(self, cell: Cell) -> str:
+        """on_failure=drop_lane goes on with the rest, and what was dropped does not generate."""
+        await self._arm(cell, "drop_lane")
+        dropped = next(lane for lane in self.lanes if lane.name == cell.peer)
+        rest = [lane for lane in self.lanes if lane is not dropped]
+        canary = cell.phase == "apply" and cell.kind in ("corrupt", "partial")
+        try:
+            await self._sync()
+        except (WeightSyncError, RunAborted):
+            assert canary, "a lane that failed was not dropped"
+        else:
+            assert not canary
+            assert self.plane.lanes == rest
+        await self._all_serve(rest)
+        if _alive(dropped):
+            try:
+                await dropped.ask()
+            except WeightSyncError:
+                pass
+            else:
+                raise AssertionError(f"{cell}: a dropped lane generates")
+        await self._disarm()
+        await dropped.rebuild()
+        self._remember()
+        self.plane.lanes = list(self.lanes)
+        await self._works("raise")
+        return "raises" if canary else "goes on"
+
+    # ---- steps
+
+    async def _begin(self) -> None:
+        for lane in self.lanes:
+            await lane.start()
+        self._remember()
+        await self._works("raise")
+
+    async def _sync(self) -> None:
+        await self.plane.sync(self.version)
+
+    async def _train(self, policy: str, *, stalls: bool) -> None:
+        """The policy moves on: the weights of the next version are nothing like those before."""
+        self.version += 1
+        self.plane.config = self._config(policy, stalls=stalls)
+        for rank in self.ranks:
+            await rank.train(self.version, self.plane.config.stage_timeout_s)
+
+    async def _arm(self, cell: Cell, policy: str) -> None:
+        await self._train(policy, stalls=cell.kind == "stall")
+        fault = Fault(cell.kind, cell.phase, cell.bucket)
+        peer = next(p for p in (*self.ranks, *self.lanes) if p.name == cell.peer)
+        if cell.kind == "owner dies":  # the first lane sees it: it pulls, and the rank is gone
+            fault, peer = replace(fault, pid=peer.pid), self.lanes[0]
+        await peer.arm(fault)
+
+    async def _disarm(self) -> None:
+        for peer in (*self.ranks, *self.lanes):
+            if _alive(peer):
+                await peer.disarm()
+
+    async def _all_serve(self, lanes: list[Any]) -> None:
+        for lane in lanes:
+            assert await lane.ask() == (expected_answer(self.version), self.version)
+            found, wanted = await lane.logprobs([list(PROMPT)]), expected_logprobs(self.version, [list(PROMPT)])
+            assert found == wanted, "not exactly the trainer's weights"
+
+    def _config(self, policy: str, *, stalls: bool = False) -> WeightsConfig:
+        limit = STALL_S if stalls else 20.0
+        return WeightsConfig(
+            on_failure=policy, stage_timeout_s=limit, apply_timeout_s=limit, abort_timeout_s=1.0, rebuild_timeout_s=20.0,
+            canary_every=1,
+        )  # fmt: skip
+
+    def _remember(self) -> None:
+        self.pids |= {peer.pid for peer in (*self.ranks, *self.lanes) if peer.pid}
+
+
+FIRST = {
+    ("publish", "raise"): "RuntimeError: injected fault",
+    ("publish", "die"): r"ended by signal 9|SystemExit: injected death",
+    ("publish", "stall"): r"not written within 0\.15 s",
+    ("publish", "corrupt"): "arrived damaged",
+    ("publish", "wrong epoch"): "arrived damaged",
+    ("publish", "partial"): r"lacks bucket \d of policy rank 1",
+    ("stage", "raise"): "RuntimeError: injected fault",
+    ("stage", "die"): r"ended by signal 9|SystemExit: injected death",
+    ("stage", "stall"): r"not staged within 0\.15 s",
+    ("stage", "corrupt"): "arrived damaged",
+    ("stage", "wrong epoch"): r"epoch \d+ lacks",
+    ("stage", "partial"): "arrived damaged",
+    ("stage", "owner dies"): r"which published it, died|is not in this process",
+    ("apply", "raise"): "RuntimeError: injected fault",
+    ("apply", "die"): r"ended by signal 9|its task was cancelled",
+    ("apply", "stall"): r"not applied within 0\.15 s",
+    ("apply", "corrupt"): "does not compute the policy's function",
+    ("apply", "wrong epoch"): r"says version \d+ after applying \d+",
+    ("apply", "partial"): "does not compute the policy's function",
+}
+
+
+def _alive(peer: Any) -> bool:
+    return not isinstance(peer, Worker) or peer.process.is_alive()
