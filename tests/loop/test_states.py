@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from posttrain import Hook
 from posttrain.errors import DataError, PluginError
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller
-from posttrain.loop.states import load, save
+from posttrain.loop.states import load, save, training_keepers
 from posttrain.plugins import resolve
 from posttrain.plugins.state import Keeper, SavedState, plain
 from posttrain.testing import AlgorithmContract, EnvContract
@@ -235,6 +236,19 @@ SAVED: list[SavedState] = save([ALGORITHM, ENV], [HOOK], {"best": {"value": 1.0}
 def resumed(*now: Keeper, saved: list[SavedState] = SAVED) -> tuple[dict[str, Any], list[str]]:
     training = [one for one in now if one.kind != "hooks"]
     return load(training, [one for one in now if one.kind == "hooks"], saved, Path("step_2"))
+
+
+def test_every_part_that_training_depends_on_is_asked() -> None:
+    config = posttrain.load_config(["experiment=arithmetic_grpo"]).config
+    (environment,) = config.environments
+    objective: Any = SimpleNamespace(name="grpo", algorithm=Mean())
+    parts: tuple[Any, ...] = (objective, {environment.name: Mean()}, Mean())
+    found = training_keepers(config, *parts)
+    assert [(keeper.kind, keeper.name) for keeper in found] == [
+        ("algorithms", "grpo"), ("envs", environment.name), ("datapackers", "Mean")
+    ]  # fmt: skip
+    objective.algorithm = object()
+    assert [keeper.kind for keeper in training_keepers(config, *parts)] == ["envs", "datapackers"]
 
 
 def test_what_fits_is_taken_without_a_word() -> None:
