@@ -38,7 +38,7 @@ TOY = "experiment=toy_grpo"
         (["rl.dynamic_sampling_max_extra_rollouts=3"], ["rl.dynamic_sampling_max_extra_rollouts: not available yet"]),
         (["rl.dynamic_sampling_on_budget_exhausted=proceed"], ["not available yet", "budget_exhausted=raise"]),
         (["rollout.max_off_policy_steps=4"], ["rollout.max_off_policy_steps: not available yet", "strictly on-policy"]),
-        (["grid.gpu_placement=disaggregated"], ["grid.gpu_placement: disaggregated under grid.backend=local", "set grid.gpu_placement=colocated"]),
+        (["grid.gpu_placement=disaggregated"], ["grid.gpu_placement: disaggregated under grid.backend=local", "set grid.backend=ray"]),
         (["loop.commit_order=arrival"], ["loop.commit_order: not available yet", "whole cohort", "set loop.commit_order=auto"]),
         (["loop.commit_order=arrival", "rollout.engine=vllm"], ["loop.commit_order: not available yet"]),
         (["model.attn_implementation=eager"], ["model.attn_implementation: eager would not run", "rl.shared_prefix=false"]),
@@ -82,7 +82,7 @@ def test_two_ways_to_write_the_same_count() -> None:
 
 def test_each_absent_feature_is_told_on_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([TOY, "loop.commit_order=sideways", "rl.routing_replay=rollout", "grid.gpu_placement=disaggregated"])
+        load_config([TOY, "loop.commit_order=sideways", "rl.routing_replay=rollout", "rollout.max_async_rollout=2"])
     assert str(caught.value).count("not available yet") == 2
 
 
