@@ -372,3 +372,10 @@ def test_what_else_would_do_is_read_from_what_is_installed() -> None:
     assert [one.name for one in offers("engines") if "tensor_parallel" in one.declared.provides] == ["vllm"]
     assert "none" in [one.name for one in offers("engines") if "no_sampling" in one.declared.provides]
     assert [one.name for one in offers("grid")] == ["grid.backend=ray"] and list(offers("run")) == []
+
+
+def test_the_source_tells_it_of_others_whose_base_has_its_short_name(fake_distribution) -> None:
+    text = "from posttrain import Engine\nclass Mine(Engine):\n    lacks = ('inflight_updates',)\n"
+    fake_distribution("rl-mine", points={"posttrain.engines": {"mine": "short_mine:Mine"}}, files={"short_mine.py": text})
+    (info,) = [info for info in discover("engines") if info.name == "mine"]
+    assert info.card.declared == Declared((), ("partial_rollouts", "rollout_logprobs"), ("inflight_updates",))

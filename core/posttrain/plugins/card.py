@@ -13,7 +13,6 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def read_card(value: str, kind: str = "") -> Card:
     if isinstance(node, ast.FunctionDef):
         return Card(str(file), node.lineno, _first_line(ast.get_docstring(node)), complete=False, missing=missing)
     fields, complete = _option_fields(owner, node)
-    said = Declared.of({*_base_words(kind), *_words(owner, node, kind)})
+    said = Declared.of(_words(owner, node, kind))
     return Card(
         file=str(owner.file),
         line=node.lineno,
@@ -209,16 +208,6 @@ def _bound(statement: ast.stmt) -> tuple[str, ast.expr | None]:
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
         return statement.target.id, statement.value
     return "", None
-
-
-@lru_cache
-def _base_words(kind: str) -> frozenset[tuple[str, str]]:
-    """What the base class of a kind says: a plug-in may import it under a name that only an import would know."""
-    base = KINDS[kind].base if kind in KINDS else None
-    module, _, attr = (base or "").partition(":")
-    file = find_source(module) if module else None
-    found = open_module(module, file, find_source).class_named(attr) if file else None
-    return frozenset(_words(*found, kind)) if found else frozenset()
 
 
 def _default(value: ast.expr | None) -> str | None:
