@@ -146,6 +146,7 @@ LINES = {
 }
 BY_CODE = {
     "architecture": "ValueError: Model architectures ['X'] are not supported for now.",
+    "device-memory": "ValueError: Free memory on device cuda:0 (3.1/79.1 GiB) on startup is less than the engine's budget",
     "kv-cache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
     "memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
     "max-model-len": "ValueError: User-specified max_model_len (9000) is greater than the derived max_model_len (512)",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.config.load import load_config
 from posttrain.errors import ConfigError, RunInterrupted
 from posttrain.tracking.files import aside, superseded_name, write_text
 from posttrain.tracking.lock import RunLock
@@ -227,3 +228,12 @@ def test_what_ends_a_run_carries_its_directory(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught, RunDir.create(tmp_path, "run") as directory:
         raise KeyboardInterrupt
     assert caught.value.run_dir == directory.path  # type: ignore[attr-defined]
+
+
+def test_provenance_records_every_value_that_differs_from_the_experiment(tmp_path: Path) -> None:
+    loaded = load_config(["experiment=arithmetic_grpo", "rl.micro_batch_per_replica=64", "rollout.max_tokens=7", "seed=0"])
+    with RunDir.create(tmp_path, "demo") as run:
+        run.write_provenance(changed=loaded.changed)
+    (entry,) = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
+    assert entry["changed"].pop("rollout.max_tokens")["is"] == 7
+    assert entry["changed"] == {"rl.micro_batch_per_replica": {"was": None, "is": 64}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from posttrain.config.call import keyword
 from posttrain.config.compose import Composed, compose
 from posttrain.config.fit import check_fit
 from posttrain.config.flat_keys import renamed, renamed_entry
-from posttrain.config.layers import ABSENT, leaves
+from posttrain.config.layers import ABSENT, Layers, leaves
 from posttrain.config.plugin_options import PluginCheck
 from posttrain.config.report import refuse
 from posttrain.config.rules import check_rules
@@ -33,6 +33,7 @@ class LoadedConfig:
     notes       lines to say when the run starts
     overrides   as typed, without secrets
     experiment  the selected one, or None
+    changed     for each key that was typed for this run (file, call, command line): what it would have been, and what it is
     """
 
     config: RunConfig
@@ -41,6 +42,7 @@ class LoadedConfig:
     notes: list[str]
     overrides: tuple[str, ...] = ()
     experiment: str | None = None
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def yaml(self) -> str:
         """The resolved config as `--config` takes it."""
@@ -83,7 +85,8 @@ def load_config(
     origins = {path: origin for path, _ in leaves(tree) if (origin := composed.layers.origin(path)) != "default"}
     origins |= _chosen(config.rl.objective, composed)
     typed = [*(f"{path}={show(value)}" for path, value in (values or {}).items()), *overrides]
-    return LoadedConfig(config, tree, origins, notes, tuple(map(conceal_text, typed)), composed.experiment)
+    changed = _changed(tree, composed.layers)
+    return LoadedConfig(config, tree, origins, notes, tuple(map(conceal_text, typed)), composed.experiment, changed)
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -110,6 +113,18 @@ def _decoded(problem: Problem, composed: Composed) -> Problem:
     if not (isinstance(raw, str) and raw.startswith("${oc.env:") and problem.what.startswith("must be ")):
         return problem
     return Problem(problem.path, problem.what, f"an environment variable is text; write ${{oc.decode:{raw}}}")
+
+
+def _changed(tree: Mapping[str, Any], layers: Layers) -> dict[str, tuple[Any, Any]]:
+    """`path: (value of experiment or default, value)` of what this run was given otherwise. tree: without secrets."""
+    inherited = Layers(tuple(layer for layer in layers.layers if not layer.typed))
+    found = {}
+    for path, value in leaves(tree):
+        given = inherited[path].get(path)
+        was = None if given is ABSENT else conceal(given, key=path)
+        if layers[path].typed and value != was:
+            found[path] = (was, value)
+    return found
 
 
 def _chosen(objective: Plugin, composed: Composed) -> dict[str, str]:

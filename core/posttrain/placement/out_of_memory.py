@@ -25,10 +25,10 @@ UTILIZATION = (0.4, 0.25, 0.2)
 _TYPES = ("OutOfMemoryError", "OutOfMemory", "MemoryError")
 _WORDS = re.compile(
     r"out of memory|can't allocate memory|not enough memory: you tried|cannot allocate memory|std::bad_alloc"
-    r"|no available memory for the cache blocks|free memory on device .*less than desired|OutOfMemoryError|kv cache is needed",
+    r"|no available memory for the cache blocks|free memory on device .* is less than|OutOfMemoryError|kv cache is needed",
     re.IGNORECASE,
 )
-_START_CODES = ("kv-cache", "memory")
+_START_CODES = ("kv-cache", "device-memory", "memory")
 _OTHER_FIX = "shm"
 """Too small a /dev/shm has a fix of its own."""
 

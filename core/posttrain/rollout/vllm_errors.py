@@ -34,11 +34,18 @@ FAILURES = (
         r"|has no vLLM implementation",
     ),
     Failure(
+        "device-memory",
+        "the device has less free memory than the engine may take",
+        "lower rollout.gpu_memory_utilization (with rollout.max_model_len and rollout.max_num_seqs, if the KV cache then lacks "
+        "room), or end what else uses the device",
+        r"Free memory on device .* is less than|less than desired (CPU|GPU) memory utilization",
+    ),
+    Failure(
         "kv-cache",
         "the KV cache does not fit",
         _KV_FIX,
         r"No available memory for the cache blocks|larger than the maximum number of tokens that can be stored in KV cache"
-        r"|KV cache is needed, which is larger than the available|less than desired (CPU|GPU) memory utilization"
+        r"|KV cache is needed, which is larger than the available"
         r"|less than requested memory for kv|kv cache allocation is less",
     ),
     Failure(

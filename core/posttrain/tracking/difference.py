@@ -26,7 +26,7 @@ NOT_RECORDED = "not recorded"
 Value: TypeAlias = tuple[Any, str]
 """A config value and where it came from."""
 
-_PER_START = ("time", "command", "tags")
+_PER_START = ("time", "command", "tags", "changed")
 
 
 @dataclass(frozen=True, slots=True)

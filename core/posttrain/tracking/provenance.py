@@ -28,14 +28,22 @@ LIBRARIES = (
 )
 
 
-def append_provenance(path: Path, *, tags: Mapping[str, str] | None = None, threads: int | None = None) -> None:
-    """Add this start to the list in `path`."""
+def append_provenance(path: Path, **about: Any) -> None:
+    """Add this start to the list in `path`. about: as `provenance` takes it."""
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    write_text(path, json.dumps([*earlier, provenance(tags=tags, threads=threads)], indent=1) + "\n")
+    write_text(path, json.dumps([*earlier, provenance(**about)], indent=1) + "\n")
 
 
-def provenance(*, tags: Mapping[str, str] | None = None, threads: int | None = None) -> dict[str, Any]:
-    """One entry: everything that a reader needs to set up the same again."""
+def provenance(
+    *,
+    tags: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    changed: Mapping[str, tuple[Any, Any]] | None = None,
+) -> dict[str, Any]:
+    """One entry: everything that a reader needs to set up the same again.
+
+    changed: for each config key that differs from the experiment (of a resume: from the run so far), the value there and here.
+    """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": [conceal_text(argument) for argument in sys.argv],
@@ -51,6 +59,7 @@ def provenance(*, tags: Mapping[str, str] | None = None, threads: int | None = N
             "memory_bytes": _memory(),
         },
         "threads": threads,
+        "changed": {key: {"was": was, "is": now} for key, (was, now) in (changed or {}).items()},
         "tags": dict(tags or {}),
     }
 

@@ -167,11 +167,17 @@ class RunDir:
         heading = time.strftime("# resumed %Y-%m-%d %H:%M:%S\n") if resumed else ""
         write_text(typed, before + heading + "".join(f"{o}\n" for o in overrides))
 
-    def write_provenance(self, *, tags: Mapping[str, str] | None = None, threads: int | None = None) -> None:
-        """Write provenance.json, once per start: a resumed run keeps the earlier ones in its list."""
+    def write_provenance(
+        self,
+        *,
+        tags: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        changed: Mapping[str, tuple[Any, Any]] | None = None,
+    ) -> None:
+        """Write provenance.json, once per start: a resumed run keeps the earlier ones in its list. changed: see `provenance`."""
         from posttrain.tracking.provenance import append_provenance
 
-        append_provenance(self.path / "provenance.json", tags=tags, threads=threads)
+        append_provenance(self.path / "provenance.json", tags=tags, threads=threads, changed=changed)
 
     def write_fingerprints(self, fingerprints: Mapping[str, str]) -> None:
         """Write the digest of each environment's training rows."""
