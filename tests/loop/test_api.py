@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import posttrain
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, RunAborted
 from posttrain.loop.result import RunResult
 from posttrain.testing.tiny_model import write_tiny_model
 
@@ -131,6 +131,8 @@ def test_rewards_that_raise_or_are_late_are_counted_under_their_cause(folder: Pa
     found = {row["info"].get("cause") for row in result.rollouts(1)}
     unscorable = sum(row["reward"] is None for row in result.rollouts(1))
     assert result.metrics()[0]["rollout/unscorable_count"] == unscorable and found <= {None, "raised", "timeout"}
+    with pytest.raises(RunAborted, match=r"the reward of sample '.+' \(function\) failed"):
+        train(model, reward=odd, **{"rollout.reward_timeout_s": 1.0, "rollout.strict_rewards": True})
 
 
 def test_a_notebook_whose_loop_runs_already(folder: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:

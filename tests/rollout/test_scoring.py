@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from posttrain.data.environment import Environment, episode
-from posttrain.errors import PluginError
+from posttrain.errors import PluginError, RunAborted
 from posttrain.rollout.rewards import as_reward
 from posttrain.rollout.scoring import Scorer, score
 from posttrain.types import Reward, Trajectory
@@ -79,6 +79,27 @@ def test_case_samp_1_a_reward_that_cannot_be_had_is_unscorable(env: Environment,
     assert causes(rewards) == expected
     assert "ZeroDivisionError" in rewards[2].info["error"]
     assert "sample-2" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("env", [Eval(), AsyncEval()], ids=["process", "loop"])
+def test_case_samp_1_strict_ends_the_run_at_a_reward_that_failed(env: Environment) -> None:
+    """With the sample and what was raised. None and Reward(None) did not fail: the environment says so itself."""
+
+    async def main(completion: str) -> Reward:
+        scorer = Scorer({"e": env}, strict=True)
+        await scorer.start()
+        try:
+            state = episode(env, ROW, completion)
+            state.trajectory = Trajectory([1], [2], [True], [0.0], [0], "stop", sample_id="sample-7")
+            return await scorer.score("e", state)
+        finally:
+            await scorer.close()
+
+    assert [asyncio.run(main(text)).total for text in ("1", "None", "Reward(None)")] == [1.0, None, None]
+    for text, word in (("1/0", "ZeroDivisionError"), ("float('nan')", "not_finite"), ("'text'", "wrong_type")):
+        with pytest.raises(RunAborted, match="the reward of sample 'sample-7'") as caught:
+            asyncio.run(main(text))
+        assert word in caught.value.cause and caught.value.exit_code == 5
 
 
 def test_case_samp_1_advantages_of_the_valid_members() -> None:

@@ -111,6 +111,7 @@ class RolloutConfig:
     generate_timeout_s: float = 1800.0  # deadline of one batch of completions
     reward_timeout_s: float = 30.0  # deadline of one reward
     reward_workers: int | None = None  # processes that score synchronous rewards; null: one per CPU core, at most 8
+    strict_rewards: bool = False  # stop the run at a reward that fails, instead of leaving its sample out
 
 
 @dataclass(frozen=True, kw_only=True)

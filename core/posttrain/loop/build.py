@@ -114,6 +114,7 @@ def sampling_parts(
         ready.environments,
         timeout_s=config.rollout.reward_timeout_s,
         workers=config.rollout.reward_workers,
+        strict=config.rollout.strict_rewards,
         log_path=run_dir.logs / "rewards.log",
     )
     rollouts = Rollouts(generator, packer, ready.environments, scorer, config.rollout.max_model_len, config.seed)

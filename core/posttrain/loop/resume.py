@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "rollout.generate_timeout_s",
     "rollout.reward_timeout_s",
     "rollout.reward_workers",
+    "rollout.strict_rewards",
     "weights.stage_timeout_s",
     "weights.apply_timeout_s",
     "weights.canary_every",

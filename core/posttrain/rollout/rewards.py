@@ -12,6 +12,9 @@ from typing import Any
 
 from posttrain.types import Reward
 
+FAILED = ("raised", "timeout", "died", "not_finite", "wrong_type")
+"""Causes that nobody meant; the others are an environment's own word that there is no reward."""
+
 
 def as_reward(value: Any) -> Reward:
     """A finite number or a `Reward` as a `Reward`; anything else is unscorable with its cause."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.environment import Environment, episode
+from posttrain.errors import RunAborted
 from posttrain.rollout.event_loop import run_to_end
-from posttrain.rollout.rewards import as_reward, raised, unscorable
+from posttrain.rollout.rewards import FAILED, as_reward, raised, unscorable
 from posttrain.rollout.worker_pool import WorkerPool
 from posttrain.types import Reward
 
@@ -34,6 +35,7 @@ class Scorer:
     timeout_s   deadline of one reward, seconds
     workers     processes for synchronous rewards; None: one per CPU core that this process may use, at most 8
     log_path    where the workers' output goes; default: this process's standard error
+    strict      a reward that fails (`rewards.FAILED`) ends the run, instead of leaving its sample out
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Scorer:
         timeout_s: float = 30.0,
         workers: int | None = 1,
         log_path: Path | None = None,
+        strict: bool = False,
     ) -> None:
-        self._environments, self._timeout = dict(environments), timeout_s
+        self._environments, self._timeout, self._strict = dict(environments), timeout_s, strict
         blocking = {name: env for name, env in environments.items() if not inspect.iscoroutinefunction(env.compute_reward)}
         self._pool = WorkerPool(blocking, workers=workers, timeout_s=timeout_s, log_path=log_path) if blocking else None
         self._blocking = frozenset(blocking)
@@ -56,7 +59,10 @@ class Scorer:
             await self._pool.start()
 
     async def score(self, env: str, state: EpisodeState) -> Reward:
-        """The reward of one episode; unscorable (total None, `info["cause"]`) when there is none. Never raises for a bad one."""
+        """The reward of one episode; unscorable (total None, `info["cause"]`) when there is none.
+
+        Raises for a bad one only when strict: RunAborted.
+        """
         if env in self._blocking and self._pool:
             reward = await self._pool.score(env, state)
             if env in self._finishing and reward.total is not None:
@@ -65,9 +71,14 @@ class Scorer:
         else:
             reward = await self._within(lambda: self._environments[env].compute_reward(state))
         if reward.total is None:
-            sample = state.trajectory.sample_id if state.trajectory else ""
-            _log.warning("reward of sample %r (%s) is unscorable: %s: %s",
-                         sample, env, reward.info.get("cause"), reward.info.get("error", ""))
+            sample, cause = state.trajectory.sample_id if state.trajectory else "", reward.info.get("cause")
+            _log.warning("reward of sample %r (%s) is unscorable: %s: %s", sample, env, cause, reward.info.get("error", ""))
+            if self._strict and cause in FAILED:
+                raise RunAborted(
+                    f"the reward of sample {sample!r} ({env}) failed", cause=f"{cause}: {reward.info.get('error', '')}",
+                    fix="correct the reward and resume; rollout.strict_rewards=false leaves such samples out of training",
+                    where="rollout.strict_rewards", anchor="troubleshooting.md#all-rewards-are-unscorable", code="reward-failed",
+                )  # fmt: skip
         return reward
 
     async def close(self) -> None:
