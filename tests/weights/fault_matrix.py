@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 from fault_rig import (
     LANES,
     PROMPT,
     RANKS,
-    STALL_S,
     Fault,
     Here,
     LaneRole,
@@ -106,12 +106,14 @@ class Matrix:
 
     def __init__(self, transport: str) -> None:
         self.transport, self.runner = transport, asyncio.Runner()
+        self.stall_s = 1.0 if transport == "nixl" else 0.3  # the first contact of two agents takes a while
         make: Any = Here if transport == "inproc" else Worker
         if transport != "inproc":
             multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
         self.ranks = [make(f"policy rank {r}", RankRole, transport, r) for r in range(RANKS)]
         self.lanes = [make(f"rollout-{i}", LaneRole, transport, f"rollout-{i}") for i in range(LANES)]
         self.pids: set[int] = set()
+        self.helpers: set[psutil.Process] = set()
         self.version = 0
         canary = Canary(
             lambda probe: expected_logprobs(self.version, probe), [list(PROMPT)], self._config("raise"), dtype="float32"
@@ -131,6 +133,8 @@ class Matrix:
         for peer in (*self.ranks, *self.lanes):
             peer.end()
         self.runner.close()
+        _, left = psutil.wait_procs(self.helpers, timeout=5)
+        assert not left, f"processes are left: {left}"
         return self.pids
 
     # ---- one cell
@@ -155,15 +159,18 @@ class Matrix:
             seconds, text = time.perf_counter() - began, str(exc)
         else:
             raise AssertionError(f"{cell}: the update went through")
-        limit = (STALL_S if cell.kind == "stall" else 0.0) + SLACK_S
+        limit = (self.stall_s if cell.kind == "stall" else 0.0) + SLACK_S
         assert seconds < limit, f"{cell} took {seconds:.2f} s"
         assert cell.peer in text, f"{cell}: the peer is not named:\n{text}"
+        # the bucket at which either lane first found the rank dead; every other fault is at one bucket of one peer
+        buckets = set(BUCKETS[cell.peer].values()) if cell.kind == "owner dies" else {cell.bucket}
         if cell.bucket >= 0:
-            assert re.search(rf"bucket {cell.bucket}\b", text), f"{cell}: the bucket is not named:\n{text}"
+            named = {int(number) for number in re.findall(r"bucket (\d+)\b", text)}
+            assert named & buckets, f"{cell}: the bucket is not named:\n{text}"
         found = re.search(FIRST[cell.phase, cell.kind], text)
         assert found, f"{cell}: the first exception is not named:\n{text}"
         failure = self.plane.last_failure
-        assert failure is not None and (cell.bucket < 0 or failure.bucket == cell.bucket), (cell, failure and failure.bucket)
+        assert failure is not None and (cell.bucket < 0 or failure.bucket in buckets), (cell, failure and failure.bucket)
         if cell.phase != "apply":
             assert self.plane.version == before, "a version was advertised that nobody has"
         return seconds, found.group(0)
@@ -312,7 +319,7 @@ class Matrix:
             assert found == wanted, "not exactly the trainer's weights"
 
     def _config(self, policy: str, *, stalls: bool = False) -> WeightsConfig:
-        limit = STALL_S if stalls else 20.0
+        limit = self.stall_s if stalls else 20.0
         return WeightsConfig(
             on_failure=policy, stage_timeout_s=limit, apply_timeout_s=limit, abort_timeout_s=1.0, rebuild_timeout_s=20.0,
             canary_every=1,
@@ -320,25 +327,28 @@ class Matrix:
 
     def _remember(self) -> None:
         self.pids |= {peer.pid for peer in (*self.ranks, *self.lanes) if peer.pid}
+        for peer in (*self.ranks, *self.lanes):
+            if peer.pid and _alive(peer):
+                self.helpers |= set(psutil.Process(peer.pid).children(recursive=True))
 
 
 FIRST = {
     ("publish", "raise"): "RuntimeError: injected fault",
     ("publish", "die"): r"ended by signal 9|SystemExit: injected death",
-    ("publish", "stall"): r"not written within 0\.15 s",
+    ("publish", "stall"): r"not written within \S+ s",
     ("publish", "corrupt"): "arrived damaged",
     ("publish", "wrong epoch"): "arrived damaged",
     ("publish", "partial"): r"lacks bucket \d of policy rank 1",
     ("stage", "raise"): "RuntimeError: injected fault",
     ("stage", "die"): r"ended by signal 9|SystemExit: injected death",
-    ("stage", "stall"): r"not staged within 0\.15 s",
+    ("stage", "stall"): r"not staged within \S+ s",
     ("stage", "corrupt"): "arrived damaged",
     ("stage", "wrong epoch"): r"epoch \d+ lacks",
     ("stage", "partial"): "arrived damaged",
-    ("stage", "owner dies"): r"which published it, died|is not in this process",
+    ("stage", "owner dies"): r"its process died|is not in this process",
     ("apply", "raise"): "RuntimeError: injected fault",
     ("apply", "die"): r"ended by signal 9|its task was cancelled",
-    ("apply", "stall"): r"not applied within 0\.15 s",
+    ("apply", "stall"): r"not applied within \S+ s",
     ("apply", "corrupt"): "does not compute the policy's function",
     ("apply", "wrong epoch"): r"says version \d+ after applying \d+",
     ("apply", "partial"): "does not compute the policy's function",

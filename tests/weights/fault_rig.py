@@ -31,7 +31,6 @@ from posttrain.weights.transport import Transport
 
 RANKS, LANES = 2, 2
 BUCKET_BYTES = 1024
-STALL_S = 0.15
 PROMPT = (3, 1, 4)
 
 # ---- faults
@@ -91,6 +90,12 @@ class TrappedTransport(Transport):
 
     def allocate(self, nbytes):
         return self.inner.allocate(nbytes)
+
+    def renew(self, handle):
+        return self.inner.renew(handle)
+
+    def staging(self, nbytes, *, shared=False):
+        return self.inner.staging(nbytes, shared=shared)
 
     def register(self, region) -> None:
         self.inner.register(region)

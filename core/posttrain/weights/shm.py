@@ -37,7 +37,7 @@ class ShmTransport(Transport):
         path, owner = handle["path"], ProcessId.parse(handle["owner"])
         if owner is not None and not owner.alive():
             self._forget_gone()
-            raise WeightSyncError(f"was not pulled: process {owner.pid}, which published it, died", cause=f"{path} has no owner")
+            raise WeightSyncError(f"was not pulled: its process died (from process {owner.pid})", code="peer")
         if path not in self._attached:
             self._forget_gone()
             self._attached[path] = attach(path)
