@@ -284,6 +284,11 @@ def cases() -> Iterator[tuple[str, Callable[[Callable[[str], str]], list[str]], 
         lambda c: ["rollout.engine=vllm", "weights.transport=inproc"],
         [("weights.transport", "needs between_processes")],
     )
+    yield (
+        "weights between actors",
+        lambda c: ["grid.backend=ray", "weights.transport=inproc"],
+        [("weights.transport", "grid.backend=ray needs between_processes")],
+    )
     yield "pairs", lambda c: ["rollout.engine=none", "rl.group_size=2"], [
         ("rl.objective.name", "needs pairs"),
         ("environments[0].name", "needs pairs"),

@@ -80,13 +80,9 @@ def plugins_of(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def grid(backend: str) -> Part:
-    return Part(
-        "grid",
-        f"grid.backend={backend}",
-        "",
-        "grid.backend",
-        Declared(provides=("tensor_parallel",) if backend == "ray" else ()),
-    )
+    """The grid: under Ray roles are processes of their own."""
+    ray = Declared(needs=("between_processes",), provides=("tensor_parallel",))
+    return Part("grid", f"grid.backend={backend}", "", "grid.backend", ray if backend == "ray" else Declared())
 
 
 def offers(role: str) -> Iterator[Part]:

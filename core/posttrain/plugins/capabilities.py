@@ -104,7 +104,7 @@ CAPABILITIES: dict[str, Capability] = {
         Capability(
             "between_processes",
             "weights travel to another process",
-            {"transports": "set weights.transport=shm, or auto"},
+            {"transports": "set weights.transport=shm, nixl or auto"},
         ),
     )
 }
