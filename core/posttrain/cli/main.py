@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "posttrain.cli.train",
     "launch": "posttrain.cli.launch",
     "plan": "posttrain.cli.plan",
+    "doctor": "posttrain.cli.doctor",
     "show": "posttrain.cli.show",
     "diff": "posttrain.cli.diff",
     "compare": "posttrain.cli.compare",
@@ -42,6 +43,7 @@ look
   posttrain diff A B                                what tells two runs apart, and what they came to
   posttrain compare RUN ... [--plot OUT.png]        one line for each setting of a sweep
   posttrain experiments list                        what experiment= can name
+  posttrain doctor [--report]                       what this machine lacks for a run, each with what to do
 
 plug-ins
   posttrain plugins list [--json]                   what is installed, of which state, with its options

@@ -28,10 +28,15 @@ class Secret(str):
         return repr(HIDDEN)
 
 
+def is_secret(variable: str) -> bool:
+    """Whether the name of an environment variable says that its value is a secret."""
+    return _SECRET_VARIABLE.search(variable) is not None
+
+
 def secret_variables() -> dict[str, str]:
     """Environment variables that hold secrets, by value, the longest first."""
     found = {
-        value: name for name, value in sorted(os.environ.items()) if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST
+        value: name for name, value in sorted(os.environ.items()) if is_secret(name) and len(value) >= _SHORTEST
     }
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 

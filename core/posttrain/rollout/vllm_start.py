@@ -85,7 +85,7 @@ def check_api() -> None:
 def check_plugin_visible() -> None:
     """Raise EngineStartError when vLLM's processes would not load our weight-transfer engine."""
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]:
+    if hides_receiver(allowed):
         raise EngineStartError(
             f"VLLM_PLUGINS={allowed!r} hides the plug-in {PLUGIN!r} that receives the weights",
             fix=f"export VLLM_PLUGINS={','.join([*filter(None, [allowed]), PLUGIN])}, or unset it",
@@ -98,6 +98,11 @@ def check_plugin_visible() -> None:
             fix="pip install -e . (or install the wheel)",
             code="vllm-plugins",
         )
+
+
+def hides_receiver(allowed: str | None) -> bool:
+    """Whether this value of VLLM_PLUGINS keeps vLLM from loading our plug-in. None: unset, everything is loaded."""
+    return allowed is not None and PLUGIN not in [name.strip() for name in allowed.split(",")]
 
 
 def log_files(spec: EngineSpec) -> tuple[Path, Path]:
