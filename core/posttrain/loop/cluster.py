@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 TRANSPORT = "nixl"
 """What `weights.transport=auto` means between actors."""
 
-OBJECTIVE = "posttrain.loop.prepare:build_run_objective"
-
 
 @dataclass(eq=False)
 class Hosting:
@@ -54,13 +52,11 @@ class Hosting:
 
     def policy(self, model: str) -> PolicyGroup:
         """The policy, sharded over its ranks. Raises what a rank raised, or what the nodes have not in common."""
-        config, grid = self.config, resolve_grid(self.config.grid)
         for seat in self.seats.of("policy"):
-            kwargs = {"config": config, "model_path": model, "rank": seat.index, "world": grid.dp_world, "objective": OBJECTIVE}
-            self._add(seat, "posttrain.policy.rank:PolicyRank", {**kwargs, "transport": transport(config)}, ["algorithms"])
+            self._add(seat, "posttrain.policy.rank:PolicyRank", {}, ["algorithms"])
         self._ranks = self._begin("policy")
-        group = PolicyGroup(self._ranks, config.loop.train_timeout_s)
-        group.start(config.grid.start_timeout_s)
+        group = PolicyGroup(self._ranks, self.config.loop.train_timeout_s)
+        group.start(self.config, model, transport=transport(self.config))
         return group
 
     def publisher(self) -> GroupPublisher:
@@ -73,7 +69,7 @@ class Hosting:
         for seat in self.seats.of("rollout"):
             logs = Path(self._common["logs"]) / seat.name
             kwargs = {
-                "name": seat.name, "engine": config.rollout.engine, "options": config.rollout.options,
+                "name": seat.name, "number": seat.index, "engine": config.rollout.engine, "options": config.rollout.options,
                 "spec": replace_logs(spec, logs), "transport": transport(config),
                 "compare_bytes": config.weights.verify_weight_values,
             }  # fmt: skip

@@ -10,29 +10,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.placement.remote import Remote, together
+from posttrain.placement.remote import Remote, each, free_port, together
 
 if TYPE_CHECKING:
+    from posttrain.config.schema import RunConfig
     from posttrain.policy.rows import Row
     from posttrain.policy.step import StepResult
     from posttrain.weights.publication import Publication
 
 GRACE_S = 10.0
 
+OBJECTIVE = "posttrain.loop.prepare:build_run_objective"
+"""What builds a rank's objective from the config."""
+
 
 class PolicyGroup:
-    """ranks: in rank order.   timeout: seconds that a collective call may take (`rl.train_timeout_s`)."""
+    """ranks: in rank order.   timeout: seconds that a collective call may take (`loop.train_timeout_s`)."""
 
     def __init__(self, ranks: Sequence[Remote], timeout: float) -> None:
         self._ranks, self._timeout = list(ranks), timeout
         self.notes: list[str] = []
         self.vocab_size = 0
 
-    def start(self, timeout: float) -> None:
-        """Bring the process group up, build the policy on every rank. Raises what building raised."""
-        address, port = together(self._ranks[:1], "rendezvous", timeout=timeout)[0]
-        described = together(self._ranks, "start", address, port, timeout, timeout=timeout + GRACE_S)[0]
-        self.notes, self.vocab_size = described["notes"], described["vocab_size"]
+    def start(self, config: RunConfig, model: str, *, transport: str) -> None:
+        """Bring the process group up and build the policy on every rank. Raises what a rank raised."""
+        timeout = config.grid.start_timeout_s
+        address, port = free_port(self._ranks[0], GRACE_S)
+        common = (len(self._ranks), address, port, config, model, OBJECTIVE, transport, timeout, self._timeout)
+        args = [(rank, *common) for rank in range(len(self._ranks))]
+        started = each(self._ranks, "start", args, timeout=timeout + GRACE_S)[0]
+        self.notes, self.vocab_size = list(started.notes), started.vocab_size
 
     def train_step(self, rows: list[Row]) -> StepResult:
         return self._all("train_step", rows)  # type: ignore[no-any-return]
@@ -76,4 +83,4 @@ class RemoteRank:
         await self._remote.call("release", version, timeout=GRACE_S)
 
     async def close(self) -> None:
-        await self._remote.call("close_publications", timeout=GRACE_S)
+        await self._remote.call("close", timeout=GRACE_S)

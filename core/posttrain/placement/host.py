@@ -123,6 +123,12 @@ class Host:
             except Exception as exc:
                 yield Outcome(failure=self._portable(method, exc))
 
+    async def free_port(self) -> Outcome:
+        """A port of this machine that nobody listens on now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return Outcome(probe.getsockname()[1])
+
     async def beat(self, stacks: bool = False) -> Beat:
         """Answer at once, whatever the role does."""
         now = time.monotonic()

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from posttrain.placement.cluster import Cluster, Seat
 
 LOG_LINES = 5
+_RANKS_OF_BLAME = {"role-died": 0, "policy-rank-lost": 2}
+"""By code: a death explains everything else, the loss of a peer explains nothing."""
+
 DEATH_GRACE_S = 3.0
 """How long a collective call that failed on one role waits for the others: the death of one reaches its peers first."""
 
@@ -181,6 +184,18 @@ class Fleet:
             role.kill()
 
 
+def free_port(role: Remote, timeout: float) -> tuple[str, int]:
+    """Address of the role's node, and a port of it that nobody listens on."""
+    assert role.place is not None, "begin comes first"
+    return role.place.address, _collect({role.actor.free_port.remote().future(): role}, "free_port", timeout)[0]
+
+
+def each(roles: Sequence[Remote], method: str, args: Sequence[tuple[Any, ...]], *, timeout: float) -> list[Any]:
+    """As `together`, with arguments of its own for each role."""
+    calls = zip(roles, args, strict=True)
+    return _collect({role.call_blocking(method, *own): role for role, own in calls}, method, timeout)
+
+
 def together(roles: Sequence[Remote], method: str, *args: Any, timeout: float) -> list[Any]:
     """Call a collective method of all roles from ordinary code; their results in order.
 
@@ -243,7 +258,7 @@ def _origin(
     if pending:
         later, _ = concurrent.futures.wait(pending, DEATH_GRACE_S)
         failures += [f for f in (_failure(futures[future], future) for future in later) if f is not None]
-    return next((f for f in failures if getattr(f, "code", "") == "role-died"), failures[0])
+    return min(failures, key=lambda f: _RANKS_OF_BLAME.get(getattr(f, "code", ""), 1))
 
 
 def _late(
