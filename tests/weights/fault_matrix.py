@@ -236,8 +236,8 @@ class Matrix:
     async def _retries(self, cell: Cell) -> str:
         """on_failure=rebuild_and_retry heals to exactly the trainer's weights what a retry can heal, and raises for the rest."""
         await self._arm(cell, "rebuild_and_retry")
-        lasting = not cell.of_lane and cell.kind in ("stall", "corrupt", "wrong epoch")  # what is published stays as it is
-        lasting |= self.transport != "inproc" and not cell.of_lane and cell.kind in ("die", "owner dies")
+        gone = ("stall",) if self.transport == "inproc" else ("stall", "die", "owner dies")
+        lasting = not cell.of_lane and cell.kind in gone  # a policy rank is not rebuilt: the run resumes
         lasting |= cell.phase == "apply" and cell.kind in ("corrupt", "partial")  # the canary's: bytes were right
         try:
             await self._sync()

@@ -25,9 +25,8 @@ def table(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         cell = row.cell
         bucket = f"{cell.bucket} ({cell.where})" if cell.bucket >= 0 else cell.where
-        fields = (
-            cell.peer, cell.phase, bucket, cell.kind, f"{row.seconds:.2f} s", row.first.replace("|", "\\|"), row.after, row.retry, row.drop,
-        )  # fmt: skip
+        first = row.first.replace("|", "\\|")
+        fields = (cell.peer, cell.phase, bucket, cell.kind, f"{row.seconds:.2f} s", first, row.after, row.retry, row.drop)
         lines.append("| " + " | ".join(fields) + " |")
     return lines
 

@@ -125,6 +125,14 @@ class WeightPlane:
 
         Raises WeightSyncError naming the lane, the policy rank, the bucket and the first exception.
         """
+        update = await self.publish(version)
+        try:
+            return await self.deliver(update)
+        except PeerFailure as exc:
+            if self.config.on_failure != "rebuild_and_retry" or exc.phase != "stage":
+                raise
+        # no lane could read what is published; nobody has it, and the weights are still the same: publish it again
+        await self._bounded(self.publisher.retract(version), "publish", f"publication {version} was not taken back")
         return await self.deliver(await self.publish(version))
 
     async def publish(self, version: int) -> Update:
@@ -230,9 +238,7 @@ class WeightPlane:
         failures = await self._commit_all()
         if failures and self.config.on_failure == "rebuild_and_retry":
             for lane in failures:
-                await self._rebuild(lane)
-                await self._of_lane(lane, "stage", lane.stage(publication, timeout=self.config.stage_timeout_s))
-                await self._of_lane(lane, "apply", lane.commit(timeout=self.config.apply_timeout_s))
+                await self._rebuild_to(lane, publication)
         elif failures and self.config.on_failure == "drop_lane":
             await self._drop(failures)
         elif failures:
@@ -251,6 +257,16 @@ class WeightPlane:
         if failures:
             self._record(_first(list(failures.values())))
         return failures
+
+    async def _rebuild_to(self, lane: LaneEnd, publication: Publication) -> None:
+        """A new engine, brought to what the other lanes have committed."""
+        try:
+            await self._rebuild(lane)
+            await self._of_lane(lane, "stage", lane.stage(publication, timeout=self.config.stage_timeout_s))
+            await self._of_lane(lane, "apply", lane.commit(timeout=self.config.apply_timeout_s))
+        except PeerFailure as exc:
+            exc.phase = "apply"
+            raise
 
     async def _rebuild(self, lane: LaneEnd) -> None:
         await self._of_lane(lane, "apply", lane.rebuild(), self.config.rebuild_timeout_s)

@@ -38,6 +38,9 @@ class Publisher(Protocol):
     async def release(self, version: int) -> None:
         """The inverse of `hold`."""
 
+    async def retract(self, version: int) -> None:
+        """Take back a version that nobody has and nobody holds, also while it is being written; it may be published again."""
+
     async def close(self) -> None:
         """Give back all memory; idempotent."""
 
@@ -50,9 +53,6 @@ class RankEnd(Publisher, Protocol):
 
     name: str
     at: int | None
-
-    async def retract(self, version: int) -> None:
-        """Take back a part that was never held, also while it is being written."""
 
 
 class LocalPublisher:
@@ -127,6 +127,9 @@ class GroupPublisher:
 
     async def release(self, version: int) -> None:
         await self._all(lambda rank: rank.release(version))
+
+    async def retract(self, version: int) -> None:
+        await self._all(lambda rank: rank.retract(version))
 
     async def close(self) -> None:
         await self._all(lambda rank: rank.close())
