@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,3 +116,35 @@ def make_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return Policy(config, str(folder), built)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def rank_processes() -> Any:
+    """The module `rank_processes.py`, whose objects travel between the tests and the ranks."""
+    spec = importlib.util.spec_from_file_location("rank_processes", Path(__file__).with_name("rank_processes.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["rank_processes"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_processes: Any) -> Iterator[Any]:
+    """Four processes for the cases of a module; `ranks.case(model, mesh, …)` makes a case."""
+    with rank_processes.RankProcesses(4) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def uneven_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Writes models whose shards are uneven: 61 tokens, and 5 rows of the gate, of which four ranks hold 2, 2, 1 and 0."""
+    root = tmp_path_factory.mktemp("models")
+
+    def write(*, tied: bool = True, dtype: str = "float64") -> Path:
+        folder = root / f"{tied}-{dtype}"
+        if not folder.exists():
+            made = make_model("Llama", dtype=getattr(torch, dtype), tie_word_embeddings=tied, intermediate_size=5)
+            made.save_pretrained(folder)
+        return folder
+
+    return write

@@ -1,107 +1,154 @@
-"""One rank of a sharded policy in a process of its own, whoever hosts the process: its share of the policy, and its publications.
+"""One rank of a sharded policy in one process: the process group, the policy, and the slots that it publishes from.
 
-    rank = PolicyRank(config=config, model_path=path, rank=0, world=2, objective="my_pkg:make_objective", transport="nixl")
-    rank.start(*rank.rendezvous(), timeout=300)       # rank 0 opens the rendezvous, every rank starts with its address
-    rank.train_step(rows)                             # collective, like every method of `Policy`
+    end = PolicyRank()
+    end.start(rank, world, "10.0.0.1", 29400, config, "path/of/a/model", "posttrain.loop.prepare:build_run_objective")
+    end.train_step(rows)                     # collective: the driver calls it on all ranks, each with the whole batch
+    part = await end.publish(3)              # not collective: each rank writes its own shards, at its own pace
 
-Publishing is not collective: a rank copies its own shards, waits for nobody, and trains on while lanes pull.
+It knows nothing of who hosts it; a plain process will do. A rank that loses another one in a collective call says so at once,
+and which: it can only be started anew, together with the others.
 """
 
 from __future__ import annotations
 
-import importlib
-import socket
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from posttrain import plugins
-from posttrain.errors import EngineStartError
+from posttrain.errors import RunInterrupted
+from posttrain.plugins.resolution import import_target, target_of
+from posttrain.policy.policy import Policy
 from posttrain.policy.ranks import MESH_AXES
+from posttrain.policy.rows import Row
+from posttrain.policy.sharding import fsdp_shards
+from posttrain.policy.step import StepResult
 from posttrain.weights.publication import Publication, PublicationPool
 from posttrain.weights.publisher import LocalPublisher
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from posttrain.config.schema import RunConfig
-    from posttrain.objective.objective import Objective
-    from posttrain.policy.policy import Policy
-    from posttrain.policy.rows import Row
-    from posttrain.policy.step import StepResult
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Default deadline of one collective operation; a rank that dies is noticed at once, this is for one that hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarted:
+    """What the driver needs to know of a rank: plain data, the same from every rank but for `rank` and `device`."""
+
+    rank: int
+    device: str
+    notes: tuple[str, ...]
+    vocab_size: int
+    needs_old_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """How a rank is, for a heartbeat. doing: the call under way, for `seconds`; "" between calls."""
+
+    rank: int
+    pid: int
+    version: int
+    updates: int
+    doing: str
+    seconds: float
 
 
 class PolicyRank:
-    """objective: `module:attribute` of what builds the run's Objective from its config.   transport: plug-in, by name."""
+    """Everything that one policy rank does; `start` comes first. Errors of `Policy` are raised as they are."""
 
-    def __init__(self, *, config: RunConfig, model_path: str, rank: int, world: int, objective: str, transport: str) -> None:
-        module, _, attribute = objective.partition(":")
-        build: Callable[[RunConfig], Objective] = getattr(importlib.import_module(module), attribute)
-        self.config, self.rank, self.world = config, rank, world
-        self._model_path, self._objective, self._transport = model_path, build(config), transport
-        self._store: dist.TCPStore | None = None
+    def __init__(self) -> None:
+        self.rank, self.world = 0, 1
         self._policy: Policy | None = None
         self._publisher: LocalPublisher | None = None
+        self._doing, self._since = "", time.monotonic()
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and port where the ranks meet, on this rank's machine."""
-        import torch.distributed as dist
+    def start(
+        self, rank: int, world: int, address: str, port: int, config: RunConfig, model_path: str, objective: str,
+        transport: str = "shm", timeout_s: float = 300.0, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    ) -> RankStarted:  # fmt: skip
+        """Meet the other ranks at `address:port`, where rank 0 listens, and build this rank's share of the policy.
 
-        address = _own_address()
-        self._store = dist.TCPStore(address, 0, self.world, is_master=True, wait_for_workers=False)
-        return address, int(self._store.port)
-
-    def start(self, address: str, port: int, timeout: float) -> dict[str, Any]:
-        """Meet the other ranks and build the policy. Returns what the driver says about it.
-
-        Raises EngineStartError when the ranks do not meet within `timeout` seconds, and what `Policy` raises.
+        world: `dp_replicate * dp_shard`; 1 needs no address and no process group.
+        objective: `module:function` that makes it from the config.   transport: of the weights, by name.
+        timeout_s: for all ranks to arrive.   collective_timeout_s: of one operation between them.
+        Raises RunInterrupted when the ranks do not meet.
         """
-        from posttrain.policy.policy import Policy
-
-        self._policy = Policy(self.config, self._model_path, self._objective, mesh=self._mesh(address, port, timeout))
-        self._publisher = LocalPublisher(self._pool(self._policy), self._policy.local_weights)
-        return {"notes": self._policy.notes, "vocab_size": self._policy.vocab_size}
-
-    # ---- the policy
+        self.rank, self.world = rank, world
+        with self._named("start"):
+            if torch.cuda.is_available():
+                torch.cuda.set_device(0)  # the one device that this process was given
+            if world > 1:
+                _meet(rank, world, address, port, timeout_s, collective_timeout_s)
+            built = import_target(target_of(objective))(config)
+            policy = self._policy = Policy(config, model_path, built, mesh=_mesh(config, world))
+        grid, weights = config.grid, config.weights
+        pool = PublicationPool(
+            plugins.build("transports", transport, where="weights.transport"),
+            bucket_bytes=weights.bucket_bytes,
+            dtype=config.rollout.dtype,
+            shards=fsdp_shards(grid.dp_replicate, grid.dp_shard),
+            rank=rank,
+        )
+        self._publisher = LocalPublisher(pool, policy.local_weights, timeout_s=weights.stage_timeout_s)
+        return RankStarted(rank, str(policy.module.device), tuple(policy.notes), policy.vocab_size, policy.needs_old_logprobs())
 
     @property
     def policy(self) -> Policy:
-        if self._policy is None:
-            raise RuntimeError(f"policy rank {self.rank} has not been started")
+        assert self._policy is not None, "start comes first"
         return self._policy
-
-    def train_step(self, rows: list[Row]) -> StepResult:
-        return self.policy.train_step(rows)
-
-    def evaluate(self, rows: list[Row]) -> dict[str, float]:
-        return self.policy.evaluate(rows)
-
-    def logprobs(self, rows: list[Row]) -> list[list[float]]:
-        return self.policy.logprobs(rows)
-
-    def score(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
-        return self.policy.score(sequences, dtype)
-
-    def save(self, folder: str) -> None:
-        self.policy.save(folder)
-
-    def load(self, folder: str) -> None:
-        self.policy.load(folder)
-
-    # ---- its part of a publication, as `weights.publisher.RankEnd`
 
     @property
     def publisher(self) -> LocalPublisher:
-        if self._publisher is None:
-            raise RuntimeError(f"policy rank {self.rank} has not been started")
+        """This rank's end of the weight plane."""
+        assert self._publisher is not None, "start comes first"
         return self._publisher
 
-    async def publish(self, version: int) -> Publication:
-        return await self.publisher.publish(version)
+    def train_step(self, rows: list[Row]) -> StepResult:
+        """`Policy.train_step`; collective."""
+        with self._named("train_step"):
+            return self.policy.train_step(rows)
 
-    async def retract(self, version: int) -> None:
-        await self.publisher.retract(version)
+    def evaluate(self, rows: list[Row]) -> dict[str, float]:
+        """`Policy.evaluate`; collective."""
+        with self._named("evaluate"):
+            return self.policy.evaluate(rows)
+
+    def logprobs(self, rows: list[Row]) -> list[list[float]]:
+        """`Policy.logprobs`; collective."""
+        with self._named("logprobs"):
+            return self.policy.logprobs(rows)
+
+    def score(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
+        """`Policy.score`; collective."""
+        with self._named("score"):
+            return self.policy.score(sequences, dtype)
+
+    def save(self, folder: str | Path) -> None:
+        """`Policy.save`; collective. Returns when every rank has written; the caller makes the folder final."""
+        with self._named("save"):
+            self.policy.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """`Policy.load`; collective."""
+        with self._named("load"):
+            self.policy.load(folder)
+
+    async def publish(self, version: int) -> Publication:
+        """This rank's part of publication `version`; see `weights.publisher`."""
+        return await self.publisher.publish(version)
 
     async def hold(self, version: int) -> None:
         await self.publisher.hold(version)
@@ -109,53 +156,69 @@ class PolicyRank:
     async def release(self, version: int) -> None:
         await self.publisher.release(version)
 
-    async def close_publications(self) -> None:
-        await self.publisher.close()
+    async def retract(self, version: int) -> None:
+        await self.publisher.retract(version)
 
-    def _pool(self, policy: Policy) -> PublicationPool:
-        from posttrain.policy.sharding import fsdp_shards
+    def info(self) -> RankInfo:
+        """How it is; answers also while another thread is inside a call."""
+        version, updates = (0, 0) if self._policy is None else (self._policy.version, self._policy.updates)
+        return RankInfo(self.rank, os.getpid(), version, updates, self._doing, time.monotonic() - self._since)
 
-        transport = plugins.build("transports", self._transport, where="weights.transport")
-        grid, weights = self.config.grid, self.config.weights
-        return PublicationPool(
-            transport,
-            bucket_bytes=weights.bucket_bytes,
-            dtype=self.config.rollout.dtype,
-            shards=fsdp_shards(grid.dp_replicate, grid.dp_shard) if self.world > 1 else None,
-            rank=self.rank,
-        )
+    async def close(self) -> None:
+        """Give back the slots and leave the process group; idempotent."""
+        if self._publisher is not None:
+            await self._publisher.close()
+        self._publisher = self._policy = None
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
-    def _mesh(self, address: str, port: int, timeout: float) -> DeviceMesh | None:
-        if self.world == 1:
-            return None
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-        if device == "cuda":
-            torch.cuda.set_device(0)  # the actor sees its own device only
-        limit = timedelta(seconds=timeout)
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        """Say what goes on meanwhile. A collective operation that failed becomes RunInterrupted, with rank and call."""
+        self._doing, self._since = doing, time.monotonic()
         try:
-            store = self._store or dist.TCPStore(address, port, self.world, is_master=False, timeout=limit)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
-        except Exception as exc:
-            raise EngineStartError(
-                f"policy rank {self.rank} did not meet the other {self.world - 1} rank(s) at {address}:{port} "
-                f"within {timeout:.0f} s",
-                cause=f"{type(exc).__name__}: {str(exc).splitlines()[0]}",
-                fix="a firewall between the nodes, or the wrong network interface: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME "
-                "names the right one; `posttrain doctor` lists them",
-                code="rendezvous",
+            yield
+        except RuntimeError as exc:
+            if not is_peer_failure(exc):
+                raise
+            raise RunInterrupted(
+                f"policy rank {self.rank} of {self.world} lost the others in {doing}",
+                cause=" ".join(str(exc).split())[:300],
+                fix="the rank that died or hangs is the one to look at; then resume the run",
+                code="policy-rank-lost",
             ) from exc
-        grid = self.config.grid
-        return init_device_mesh(device, (grid.dp_replicate, grid.dp_shard), mesh_dim_names=MESH_AXES)
+        finally:
+            self._doing, self._since = "", time.monotonic()
 
 
-def _own_address() -> str:
-    """The address under which other nodes reach this one."""
-    import ray
+def is_peer_failure(exc: BaseException) -> bool:
+    """Whether a collective operation failed because of another rank or the network; gloo says so in plain RuntimeErrors."""
+    return isinstance(exc, dist.DistError) or (type(exc) is RuntimeError and "gloo" in str(exc).lower())
 
-    if ray.is_initialized():
-        return str(ray.util.get_node_ip_address())
-    return socket.gethostbyname(socket.gethostname())
+
+def _meet(rank: int, world: int, address: str, port: int, timeout_s: float, collective_timeout_s: float) -> None:
+    try:
+        store = dist.TCPStore(address, port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout_s))
+        store.set_timeout(timedelta(seconds=timeout_s))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(seconds=collective_timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    except (RuntimeError, OSError) as exc:
+        raise RunInterrupted(
+            f"policy rank {rank} of {world} did not meet the others at {address}:{port} within {timeout_s:.3g} s",
+            cause=" ".join(str(exc).split())[:300],
+            fix="a rank that failed has its reason in its own log; else the port is taken or closed, or rank 0 is elsewhere",
+            code="rendezvous",
+        ) from exc
+
+
+def _mesh(config: RunConfig, world: int) -> DeviceMesh | None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = config.grid
+    if grid.dp_replicate * grid.dp_shard != world:
+        raise ValueError(f"{world} policy ranks for grid.dp_replicate={grid.dp_replicate} * grid.dp_shard={grid.dp_shard}")
+    if world == 1:
+        return None
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, (grid.dp_replicate, grid.dp_shard), mesh_dim_names=MESH_AXES)

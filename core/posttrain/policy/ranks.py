@@ -44,10 +44,16 @@ class Ranks:
             return cls()
         if tuple(mesh.mesh_dim_names or ()) != MESH_AXES:
             raise ValueError(f"the policy's mesh has the axes {mesh.mesh_dim_names}; it must have {MESH_AXES}")
-        members = mesh.mesh.flatten().tolist()
-        whole = len(members) == dist.get_world_size()
-        group = dist.group.WORLD if whole else dist.new_group(members, use_local_synchronization=True)
-        return cls(mesh, group, dist.get_rank(group), len(members), mesh["dp_shard"].size())
+        sizes = dict(zip(MESH_AXES, mesh.mesh.shape, strict=True))
+        long = [axis for axis, size in sizes.items() if size > 1]
+        group: Any
+        if len(long) < 2:  # the mesh already has that group
+            group = mesh.get_group(long[0] if long else "dp_shard")
+        elif mesh.size() == dist.get_world_size():
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+        return cls(mesh, group, dist.get_rank(group), mesh.size(), sizes["dp_shard"])
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; collective. Values are pickled: keep them small."""

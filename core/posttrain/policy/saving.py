@@ -10,7 +10,9 @@ Where the policy is sharded all functions are collective. A damaged folder is re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -73,7 +75,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return _read(folder, lambda: load_file(folder / WEIGHTS))
     shapes = _read(folder, lambda: torch.load(folder / STATE, weights_only=True))["weights"]
     whole = {f"weights/{name}": torch.empty(shape.shape, dtype=shape.dtype) for name, shape in shapes.items()}
-    _read_shards(folder, whole, ALONE)
+    _read(folder, lambda: _read_shards(folder, whole, ALONE))
     return {name.removeprefix("weights/"): tensor for name, tensor in whole.items()}
 
 
@@ -123,7 +125,7 @@ def _load_shards(folder: Path, weights: Weights, ranks: Ranks) -> dict[str, Any]
         return own
 
     optimizer = _mapped(state["optimizer"], room)
-    _read_shards(folder, tensors, ranks)
+    _read(folder, lambda: _read_shards(folder, tensors, ranks))
     return state | {"optimizer": optimizer}
 
 
@@ -131,13 +133,30 @@ def _write_shards(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     from torch.distributed import checkpoint as dcp
 
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=ranks.group)
+    with _ordinary_errors():
+        dcp.save(tensors, storage_writer=writer, process_group=ranks.group)
 
 
 def _read_shards(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     from torch.distributed import checkpoint as dcp
 
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=ranks.group, no_dist=ranks.mesh is None)
+    reader = dcp.FileSystemReader(folder)
+    with _ordinary_errors():
+        dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.mesh is None)
+
+
+@contextmanager
+def _ordinary_errors() -> Iterator[None]:
+    """DCP raises, on every rank, a BaseException that holds those of all ranks; and warns that one process is one process."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to (load|save) in a single process")
+            yield
+    except CheckpointException as exc:
+        rank, (failure, _) = min(exc.failures.items())
+        raise OSError(f"rank {rank}: {type(failure).__name__}: {failure}") from exc
 
 
 def _write_rest(folder: Path, state: dict[str, Any], files: dict[str, Any]) -> None:
