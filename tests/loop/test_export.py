@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ def quietly(*args: Any, **options: Any) -> Path:
     return export(*args, say=lambda line: None, **options)
 
 
-def policy_of(run: Path, step: int) -> Policy:
+def policy_of(run: Path, step: int, mesh: Any = None) -> Policy:
     """The policy itself, from the checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(run.parent.parent))
         config = load_config([], config_file=run / "config.yaml").config
-    policy = Policy(config, config.model.name_or_path, build_objective("grpo", group_size=4))
+    policy = Policy(config, config.model.name_or_path, build_objective("grpo", group_size=4), mesh=mesh)
     policy.load(run / "checkpoints" / f"step_{step}" / "policy")
     return policy
 
@@ -251,6 +252,34 @@ def test_a_disk_without_room_is_told_before_anything_is_written(run, tmp_path, m
 
 def copy_of(run: Path, root: Path) -> Path:
     return Path(shutil.copytree(run, root / "copied"))
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of one rank: this process."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    distributed.destroy_process_group()
+
+
+def test_a_checkpoint_of_a_sharded_policy_is_exported_as_any_other(run, tmp_path, mesh):
+    """The same files, byte for byte, as from the checkpoint of one process."""
+    copy = copy_of(run, tmp_path)
+    saved = copy / "checkpoints" / "step_2" / "policy"
+    policy = policy_of(run, 2, mesh)
+    shutil.rmtree(saved)
+    policy.save(saved)
+    assert not list(saved.glob("*.safetensors")) and list(saved.glob("*.distcp"))
+    one, other = quietly(run, tmp_path / "one"), quietly(copy, tmp_path / "other")
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    shard = next(saved.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        quietly(copy, tmp_path / "damaged")
+    assert "is not what was written" in caught.value.cause
 
 
 def test_what_is_not_there_is_named(run, tmp_path):

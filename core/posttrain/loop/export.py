@@ -27,6 +27,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop.model_card import write_card
 from posttrain.loop.model_folder import model_folder
 from posttrain.policy.load import load_causal_lm, model_from_config
+from posttrain.policy.saving import read_weights
 from posttrain.tracking.files import writing
 from posttrain.tracking.run_dir import find_run, saved_config
 
@@ -201,16 +202,14 @@ def _write_model(found: checkpoint.Checkpoint, chosen: ModelConfig, source: str,
 
 
 def _weights(found: checkpoint.Checkpoint) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    """All parameters whole, whatever number of ranks wrote them."""
     try:
-        return load_file(found.policy / "model.safetensors")
-    except (OSError, SafetensorError) as exc:
-        gone = isinstance(exc, FileNotFoundError) and not found.path.exists()
+        return read_weights(found.policy)
+    except DataError as exc:
+        gone = not found.path.exists()
         raise DataError(
             f"the weights of {found.path} cannot be read",
-            cause="the run that goes on has deleted it (checkpoint.keep_last)" if gone else f"{type(exc).__name__}: {exc}",
+            cause="the run that goes on has deleted it (checkpoint.keep_last)" if gone else exc.cause,
             fix="export another step: " + ", ".join(str(one.step) for one in checkpoint.find(found.path.parent)),
             code="checkpoint-damaged",
         ) from exc
