@@ -1,9 +1,10 @@
-"""A Slurm of one machine for tests: `srun`, `scontrol`, `sbatch`, `enroot` and a `ray` that only listens, as small scripts.
+"""A Slurm of one machine for tests: `srun`, `scontrol`, `squeue`, `scancel`, `enroot` and a `ray` that only listens, as scripts.
 
-`srun` runs its command once for each node it is asked for, under that node's name. A container is a folder
-`rootfs/NODE/pyxis_NAME` that the import leaves behind, whole or in part; a step in a container needs a whole one. The environment
-tells them what to do: STUB_IMPORT_FAILS (imports that break on each node), STUB_BLIND (nodes that have another folder for runs),
-STUB_RAY_FAILS (Ray's head ends at once), STUB_CODES (how the training ends, by restart). Every call is written to `calls`.
+`srun` runs its command once for each node it is asked for, under that node's name; on SIGTERM it kills the command, as Slurm's
+does. A container is a folder `rootfs/NODE/pyxis_NAME` that the import leaves behind, whole or in part; a step in a container
+needs a whole one. The environment tells them what to do: STUB_IMPORT_FAILS (imports that break on each node), STUB_BLIND (nodes
+that have another folder for runs), STUB_RAY_FAILS (Ray's head ends at once), STUB_CODES (how the training ends, by restart).
+Every call is written to `calls`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pathlib import Path
 import pytest
 
 SRUN = r"""
-image= name= list=$STUB_NODES
+image= name= step=none list=$STUB_NODES
 while [[ $1 == --* ]]; do
   case $1 in
     --nodelist=*) list=${1#*=} ;;
+    --job-name=*) step=${1#*=} ;;
     --container-image=*) image=${1#*=} ;;
     --container-name=*) name=${1#*=} ;;
   esac
@@ -29,22 +31,35 @@ echo "srun $list ${image:+import }${name:+in }$*" >>"$STUB/calls"
 run_on() {
   export SLURMD_NODENAME=$1 rootfs=$STUB/rootfs/$1/pyxis_$name tries=$STUB/tries-$1
   if [ -n "$image" ] && [ ! -e "$rootfs/whole" ]; then
-    [ -e "$rootfs" ] && { echo "pyxis: mkdir: $rootfs: File exists" >&2; exit 1; }
+    [ -e "$rootfs" ] && { echo "pyxis: mkdir: $rootfs: File exists" >&2; return 1; }
     mkdir -p "$rootfs"
     echo x >>"$tries"
-    [ "$(wc -l <"$tries")" -gt "${STUB_IMPORT_FAILS:-0}" ] || { echo "pyxis: extraction stopped" >&2; exit 1; }
+    [ "$(wc -l <"$tries")" -gt "${STUB_IMPORT_FAILS:-0}" ] || { echo "pyxis: extraction stopped" >&2; return 1; }
     touch "$rootfs/whole"
   fi
-  [ -z "$name" ] || [ -e "$rootfs/whole" ] || { echo "pyxis: no container $name" >&2; exit 1; }
+  [ -z "$name" ] || [ -e "$rootfs/whole" ] || { echo "pyxis: no container $name" >&2; return 1; }
   shift
   case " ${STUB_BLIND:-} " in *" $SLURMD_NODENAME "*) set -- "${@//$POSTTRAIN_OUTPUT_ROOT/$STUB/other}" ;; esac
-  exec "$@"
+  "$@" &
+  task=$!
+  mkdir -p "$STUB/steps"
+  echo "$step" >"$STUB/steps/$task"
+  trap 'echo "srun: forcing job termination" >&2; kill -KILL $task' TERM
+  wait $task
+  code=$?
+  rm -f "$STUB/steps/$task"
+  return $code
 }
-set -- "$@"
-case $list in
-  *" "*) code=0; for node in $list; do (run_on "$node" "$@") || code=$?; done; exit $code ;;
-  *) run_on "$list" "$@" ;;
-esac
+code=0
+for node in $list; do run_on "$node" "$@" || code=$?; done
+exit $code
+"""
+SQUEUE = r"""
+cd "$STUB/steps" && for task in *; do echo "41.$task $(<"$task")"; done
+"""
+SCANCEL = r"""
+echo "scancel $*" >>"$STUB/calls"
+kill -TERM "${2#41.}"
 """
 SCONTROL = r"""
 echo "scontrol $*" >>"$STUB/calls"
@@ -79,6 +94,9 @@ names = ("POSTTRAIN_OUTPUT_ROOT", "IMAGINAIRE_OUTPUT_ROOT", "POSTTRAIN_MODELS", 
 told = {"argv": sys.argv[1:], "node": os.environ["SLURMD_NODENAME"], **{name: os.environ.get(name) for name in names}}
 with open(stub + "/trained", "a") as file:
     file.write(json.dumps(told) + "\n")
+joined = lambda: sum(line.startswith("ray ") for line in open(stub + "/calls"))
+while told["RAY_ADDRESS"] and joined() < len(os.environ["STUB_NODES"].split()):  # as launch ray waits for its nodes
+    time.sleep(0.02)
 if os.environ.get("STUB_WAITS"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pathlib.Path(stub, "waiting").touch()
@@ -98,7 +116,16 @@ class Slurm:
         self.folder, self.nodes = folder, nodes
         self.bin = folder / "bin"
         self.bin.mkdir(parents=True)
-        programs = {"srun": SRUN, "scontrol": SCONTROL, "sbatch": SBATCH, "enroot": ENROOT, "ray": RAY, "posttrain": TRAIN}
+        programs = {
+            "srun": SRUN,
+            "scontrol": SCONTROL,
+            "sbatch": SBATCH,
+            "enroot": ENROOT,
+            "squeue": SQUEUE,
+            "scancel": SCANCEL,
+            "ray": RAY,
+            "posttrain": TRAIN,
+        }
         for name, text in {**programs, "getent": QUIET, "hostname": QUIET}.items():
             self.install(name, text)
 

@@ -163,11 +163,11 @@ steps=()
 
 say() { printf '%s launch: %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 
-# on NODE COMMAND... &: one task there, beside the other steps of this job. It becomes srun, so that a signal for it reaches srun.
+# on NODE NAME COMMAND... &: a step there, beside the others. It becomes srun: killing it kills the step.
 on() {
-  local node="$1"
-  shift
-  exec srun --nodes=1 --ntasks=1 --nodelist="$node" --overlap --cpu-bind=none "${container[@]}" "$@"
+  local node="$1" name="$2"
+  shift 2
+  exec srun --nodes=1 --ntasks=1 --nodelist="$node" --job-name="$name" --overlap --cpu-bind=none "${container[@]}" "$@"
 }
 
 # everywhere COMMAND...: one task on each node.
@@ -255,7 +255,7 @@ export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 ray_on() {
   local node="$1"
   shift
-  on "$node" ray start "$@" --disable-usage-stats --block >"$LOG_DIR/ray-$SLURM_JOB_ID-$node.log" 2>&1 &
+  on "$node" ray ray start "$@" --disable-usage-stats --block >"$LOG_DIR/ray-$SLURM_JOB_ID-$node.log" 2>&1 &
   steps+=($!)
 }
 
@@ -278,10 +278,19 @@ if [ -e "${checkpoints[-1]}" ]; then
   train=(@RESUME@ --resume "${checkpoints[-1]%/checkpoints/*}")
 fi
 say "${train[*]}"
-on "$head" "${train[@]}" &
+on "$head" training "${train[@]}" &
 training=$!
 again=1
-trap 'kill -TERM "$training" 2>/dev/null; again=1' TERM INT # ends the wait, not the training
+
+# srun answers SIGTERM by killing its step; the training is to close what it has open, so the signal goes to the step itself.
+# shellcheck disable=SC2317
+pass_on() {
+  again=1
+  squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | while read -r step name; do
+    [ "$name" = training ] && scancel --signal=TERM "$step"
+  done
+}
+trap pass_on TERM INT # ends the wait, not the training
 while [ -n "$again" ]; do
   again=
   wait "$training"
