@@ -16,6 +16,7 @@ from posttrain.policy.rows import Row
 from posttrain.policy.sharding import chunk
 from posttrain.testing.tiny_model import write_tiny_model
 
+NARROW = ("rl.master_dtype=bfloat16", "rl.param_dtype=bfloat16", "rl.optimizer.name=adamw_master")
 BILLION = ModelShape(((1_000_000_000,),), unit=10**7, layers=1, hidden=64, intermediate=96, kv_heads=1, kv_elements=64, vocab=40)
 
 
@@ -34,10 +35,7 @@ def terms(config: RunConfig, shape: ModelShape, **more: object) -> dict[str, int
         # the rule of thumb: 2 GB a billion in bf16 and 8 GB for Adam; what gradients and fp32 masters add
         ((), {"weights": 4, "gradients": 4, "Adam moments": 8}),
         (("rl.param_dtype=bfloat16",), {"weights": 4, "gradients": 4, "Adam moments": 8, "compute copy": 2}),
-        (
-            ("rl.master_dtype=bfloat16", "rl.param_dtype=bfloat16", "rl.optimizer.name=adamw_master"),
-            {"weights": 2, "gradients": 2, "Adam moments": 8, "master copy": 4},
-        ),
+        (NARROW, {"weights": 2, "gradients": 2, "Adam moments": 8, "master copy": 4}),
         (
             ("rl.master_dtype=bfloat16", "rl.param_dtype=bfloat16"),
             {"weights": 2, "gradients": 2, "Adam moments": 4},
@@ -56,9 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "overrides", [(), ("rl.master_dtype=bfloat16", "rl.param_dtype=bfloat16", "rl.optimizer.name=adamw_master")]
-)
+@pytest.mark.parametrize("overrides", [(), NARROW])
 def test_a_policy_holds_exactly_the_bytes_of_the_terms(folder: Path, overrides: tuple[str, ...]) -> None:
     chosen = config(f"model.name_or_path={folder}", "rl.batch_per_replica=8", *overrides)
     policy = Policy(chosen, str(folder), build_run_objective(chosen))

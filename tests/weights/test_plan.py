@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.plan import ALIGNMENT, BucketPlan, ParameterSpec, Piece, coverage_problems, plan_buckets
+from posttrain.weights.plan import (
+    ALIGNMENT,
+    BucketPlan,
+    ParameterSpec,
+    Piece,
+    coverage_problems,
+    place_of,
+    plan_buckets,
+    pull_order,
+)
 
 dtypes = st.sampled_from(["float32", "bfloat16", "float64", "uint8"])
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
@@ -121,3 +131,18 @@ def test_coverage_is_compared_in_both_directions():
     assert "the engine needs c [1]" in problems
     assert "the plan sends b [4]" in problems
     assert "a: the plan sends [2, 3], the engine has [3, 2]" in problems
+
+
+def test_lanes_pull_every_bucket_once_from_places_of_their_own():
+    plan = plan_buckets([ParameterSpec(f"p{i}", "float32", (16,)) for i in range(100)], bucket_bytes=64)
+    orders = [[bucket.index for bucket in pull_order(plan.buckets, lane)] for lane in range(8)]
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    assert orders[0] == list(range(100)) and len({order[0] for order in orders}) == 8
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(2, 200))
+def test_places_of_lanes_are_apart_whatever_their_number(lanes):
+    places = sorted(place_of(lane, 4 * lanes) for lane in range(lanes))
+    assert places[0] >= 0 and places[-1] < 4 * lanes
+    assert min(b - a for a, b in itertools.pairwise(places)) >= 1

@@ -127,7 +127,7 @@ def _transfer(transfer: Transfer, width: int) -> Iterator[str]:
         yield f"a rank that took its slice alone would need {_bytes(transfer.slice_bytes)}"
     at_once = f", {transfer.concurrent} at once" if transfer.concurrent < transfer.lanes else ""
     yield (
-        f"{_seconds(transfer.makespan_s)} in the plan's order for {transfer.lanes} {'body' if transfer.lanes == 1 else 'bodies'}"
+        f"{_seconds(transfer.makespan_s)} for {transfer.lanes} {'body' if transfer.lanes == 1 else 'bodies'}"
         f"{at_once}; no order takes less than {_seconds(transfer.limit_s)}"
     )
     yield (

@@ -19,7 +19,7 @@ from posttrain.placement.memory import ModelShape, Term, policy_memory, rollout_
 from posttrain.tracking.run_dir import output_root
 from posttrain.tracking.text import near
 from posttrain.weights.makespan import limit, makespan
-from posttrain.weights.plan import BucketPlan, ParameterSpec, plan_buckets
+from posttrain.weights.plan import BucketPlan, ParameterSpec, place_of, plan_buckets
 from posttrain.weights.slices import least_bytes, megatron_cuts
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Transfer:
     lane_bytes   into each rollout body: every parameter once, in rollout.dtype
     slice_bytes  the least for the tensor-parallel rank that needs most, if it took its slice alone
     rank_bytes   from the policy rank that publishes most      slot_bytes   its slot, with the gaps of alignment
-    makespan_s   lanes that pull in the plan's order, all at once or `concurrent` at a time      limit_s   no order is faster
+    makespan_s   of lanes that pull as those of a run do, all at once or `concurrent` at a time   limit_s   no order is faster
     """
 
     transport: str
@@ -158,7 +158,8 @@ def transfer(config: RunConfig, plan: BucketPlan, shape: ModelShape, link: float
     link = link or (NETWORK if grid.backend == "ray" else ONE_HOST)
     sent = rank_bytes(plan, grid.dp_world)
     lanes = grid.rollout[0]
-    concurrent = min(getattr(config.weights, "max_concurrent_lanes", None) or lanes, lanes)
+    starts = [place_of(lane, grid.dp_world) for lane in range(lanes)]
+    concurrent = min(config.weights.max_concurrent_lanes or lanes, lanes)
     return Transfer(
         transport=_transport(config),
         parameters=len(plan.parameters),
@@ -172,8 +173,8 @@ def transfer(config: RunConfig, plan: BucketPlan, shape: ModelShape, link: float
         rank_bytes=max(sent),
         slot_bytes=_largest_slot(plan),
         link=link * 1e9,
-        makespan_s=makespan(sent, lanes, link * 1e9, concurrent=concurrent),
-        limit_s=limit(sent, lanes, link * 1e9),
+        makespan_s=makespan([sent] * lanes, link * 1e9, starts=starts, concurrent=concurrent),
+        limit_s=limit([sent] * lanes, link * 1e9),
     )
 
 
@@ -191,7 +192,8 @@ def _largest_slot(plan: BucketPlan) -> int:
 
 def _transport(config: RunConfig) -> str:
     from posttrain.loop.build import EMBEDDED
+    from posttrain.loop.cluster import transport as between_actors
 
-    if config.weights.transport != "auto":
-        return config.weights.transport
-    return "inproc" if config.rollout.engine in EMBEDDED and config.grid.backend == "local" else "shm"
+    if config.weights.transport != "auto" or config.grid.backend == "ray":
+        return between_actors(config)
+    return "inproc" if config.rollout.engine in EMBEDDED else "shm"

@@ -38,8 +38,8 @@ def actor_groups(grid: Grid) -> list[ActorGroup]:
 
 
 def device_groups(grid: Grid) -> list[DeviceGroup]:
-    """Colocated roles share devices, rank by rank; disaggregated ones have their own."""
-    policy, rollout = grid.policy[0] * grid.policy[1], grid.rollout[0] * grid.rollout[1]
+    """Colocated roles share devices, a rollout replica those of as many policy ranks; disaggregated ones have their own."""
+    policy, (replicas, width) = grid.policy[0] * grid.policy[1], grid.rollout
     if grid.backend == "local" or grid.gpu_placement == "colocated":
-        return [DeviceGroup("shared", ("policy", "rollout"), max(policy, rollout))]
-    return [DeviceGroup("policy", ("policy",), policy), DeviceGroup("rollout", ("rollout",), rollout)]
+        return [DeviceGroup("shared", ("policy", "rollout"), max(-(-policy // width), replicas) * width)]
+    return [DeviceGroup("policy", ("policy",), policy), DeviceGroup("rollout", ("rollout",), replicas * width)]

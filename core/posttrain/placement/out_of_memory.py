@@ -90,9 +90,9 @@ def recovery_steps(config: RunConfig, exc: BaseException | None = None) -> list[
 def _first(config: RunConfig, exc: BaseException | None) -> list[str]:
     r = config.rollout
     if isinstance(exc, WeightSyncError):
-        lanes, size = getattr(config.weights, "max_concurrent_lanes", None), config.weights.bucket_bytes
+        lanes, size = config.weights.max_concurrent_lanes or "all", config.weights.bucket_bytes
         return [
-            f"- first, it was a weight update: lower weights.max_concurrent_lanes (now {lanes}: lanes that pull at once) "
+            f"- first, it was a weight update: lower weights.max_concurrent_lanes (lanes that pull at once, now {lanes}) "
             f"or weights.bucket_bytes (now {size})"
         ]
     if isinstance(exc, EngineStartError) and exc.code in _START_CODES:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +35,12 @@ def fsdp_shards(dp_replicate: int, dp_shard: int) -> Shards:
 
     def shards(spec: ParameterSpec) -> list[tuple[int, int, int]]:
         pieces = []
-        for shard in range(dp_shard):
-            first, last = chunk(spec.shape, dp_shard, shard)
-            for replica, share in enumerate(deal(last - first, dp_replicate)):
+        shares: dict[int, list[range]] = {}  # nearly all chunks of a parameter have one size
+        for shard, (first, last) in enumerate(pairwise(_ends(spec.shape, dp_shard))):
+            size = last - first
+            if size not in shares:
+                shares[size] = deal(size, dp_replicate)
+            for replica, share in enumerate(shares[size]):
                 if share:
                     pieces.append((replica * dp_shard + shard, first + share.start, first + share.stop))
         return pieces
@@ -46,9 +50,15 @@ def fsdp_shards(dp_replicate: int, dp_shard: int) -> Shards:
 
 def chunk(shape: tuple[int, ...], dp_shard: int, shard: int) -> tuple[int, int]:
     """`(first element, last element + 1)` of shard `shard` of a flattened parameter: `torch.chunk` along the first axis."""
+    ends = _ends(shape, dp_shard)
+    return ends[shard], ends[shard + 1]
+
+
+def _ends(shape: tuple[int, ...], dp_shard: int) -> list[int]:
+    """Where the chunks of a parameter begin, and where the last one ends."""
     rows, row = shape[0], math.prod(shape[1:])
     size = -(-rows // dp_shard)
-    return min(shard * size, rows) * row, min((shard + 1) * size, rows) * row
+    return [min(shard * size, rows) * row for shard in range(dp_shard + 1)]
 
 
 def shard_module(module: PolicyModule, mesh: DeviceMesh) -> None:

@@ -24,7 +24,8 @@ PROGRESS_S = 0.05
 
 
 class RolloutBody:
-    """engine, options, transport: plug-ins by name, built here.   compare_bytes: see `weights.verify_weight_values`."""
+    """engine, options, transport: plug-ins by name, built here.   number: of this lane among the lanes.   compare_bytes: see
+    `weights.verify_weight_values`."""
 
     def __init__(
         self,
@@ -34,11 +35,12 @@ class RolloutBody:
         options: Mapping[str, Any],
         spec: EngineSpec,
         transport: str,
+        number: int = 0,
         compare_bytes: bool = False,
     ) -> None:
         self.engine: Engine = plugins.build("engines", engine, dict(options), where="rollout.options", spec=spec)
         end = plugins.build("transports", transport, where="weights.transport")
-        self.receiver = Receiver(self.engine, end, name=name, compare_bytes=compare_bytes)
+        self.receiver = Receiver(self.engine, end, name=name, number=number, compare_bytes=compare_bytes)
 
     async def start(self) -> None:
         """Bring the engine up with placeholder weights. Raises EngineStartError with the fix."""

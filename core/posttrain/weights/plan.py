@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NamedTuple
 
 from posttrain.errors import WeightSyncError
 
 ALIGNMENT = 64
 """Parameters start at multiples of this many bytes, in slots and in staging."""
+
+GOLDEN_RATIO = 0.6180339887498949
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -163,6 +166,17 @@ def plan_buckets(
     return plan
 
 
+def pull_order(buckets: Sequence[Bucket], lane: int) -> Iterator[Bucket]:
+    """Every bucket once, from the place of lane number `lane` on and around, so that lanes do not queue at one policy rank."""
+    first = place_of(lane, len(buckets))
+    return chain(buckets[first:], buckets[:first])
+
+
+def place_of(lane: int, places: int) -> int:
+    """Where lane number `lane` begins. Steps of the golden ratio spread any number of lanes evenly, without knowing it."""
+    return int(lane * GOLDEN_RATIO % 1 * places)
+
+
 def coverage_problems(plan: BucketPlan, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Compare a plan with the names and shapes that an engine takes, in both directions; one line for each difference."""
     sent = {p.name: p.shape for p in plan.parameters}
@@ -240,7 +254,7 @@ def _cover_problems(plan: BucketPlan) -> list[str]:
             ranges[piece.name].append(piece)
     for spec, offset in zip(plan.parameters, plan.offsets, strict=True):
         at, size = 0, spec.itemsize
-        for piece in sorted(ranges.pop(spec.name, []), key=lambda p: (p.start, p.stop)):
+        for piece in sorted(ranges.pop(spec.name, [])):
             if piece.start != at:
                 low, high = sorted((at, piece.start))
                 problems.append(f"{spec.name}: elements [{low}, {high}) are moved {'never' if piece.start > at else 'twice'}")

@@ -19,7 +19,7 @@ from posttrain.weights.deadline import start_thread, within
 from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
 from posttrain.weights.memory import Region, shared_folder, sweep
-from posttrain.weights.plan import Bucket, coverage_problems
+from posttrain.weights.plan import Bucket, coverage_problems, pull_order
 from posttrain.weights.publication import Publication, bucket_digest
 from posttrain.weights.transport import Staged, Transport
 
@@ -34,7 +34,7 @@ CLOSE_S = 30.0
 
 
 class Receiver:
-    """The `LaneEnd` of an engine in this process. `lane` says what may happen, this does it."""
+    """The `LaneEnd` of an engine in this process. `lane` says what may happen, this does it. number: see `pull_order`."""
 
     def __init__(
         self,
@@ -42,12 +42,13 @@ class Receiver:
         transport: Transport,
         *,
         name: str = "rollout-0",
+        number: int = 0,
         compare_bytes: bool = False,
         grace_s: float = GRACE_S,
     ) -> None:
         self.engine, self.name, self.lane = engine, name, Lane(name)
         self.proved = False
-        self._compare, self._grace_s = compare_bytes, grace_s
+        self._number, self._compare, self._grace_s = number, compare_bytes, grace_s
         self._transport = transport.fresh()
         self._staging: Region | None = None
         self._staged: Staged | None = None
@@ -166,7 +167,7 @@ class Receiver:
         return epoch
 
     async def _pull_all(self, publication: Publication, epoch: int, staging: Region) -> None:
-        for bucket in publication.plan.buckets:
+        for bucket in pull_order(publication.plan.buckets, self._number):
             self._bucket = bucket
             self._thread = start_thread(self._pull, publication, bucket, staging)
             try:
@@ -235,16 +236,18 @@ class Receiver:
             )  # fmt: skip
 
     def _bucket_failure(self, publication: Publication, bucket: Bucket, exc: Exception) -> PeerFailure:
-        known = isinstance(exc, WeightSyncError)
-        what = exc.message if isinstance(exc, WeightSyncError) else "was not pulled"
+        known = exc if isinstance(exc, WeightSyncError) else None
         return PeerFailure(
-            f"lane {self.name}: bucket {bucket.index} of publication {publication.version} {what}",
+            f"lane {self.name}: bucket {bucket.index} of publication {publication.version} "
+            f"{known.message if known else 'was not pulled'}",
             peer=self.name,
             phase="stage",
             bucket=bucket.index,
             where=_place(bucket),
-            cause=exc.cause if known else first_exception(exc),  # type: ignore[attr-defined]
-            fix=exc.fix if known else out_of_memory_fix(exc),  # type: ignore[attr-defined]
+            cause=known.cause if known else first_exception(exc),
+            fix=known.fix if known else out_of_memory_fix(exc),
+            code=known.code if known else None,
+            retryable=known.retryable if known else None,
         )
 
     def _late(self, publication: Publication, timeout: float) -> PeerFailure:
