@@ -43,10 +43,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank measured. sums: metric → (sum, number) of its mean.   ranges: metric → (smallest, largest)."""
+    """What one rank measured, by metric. sums: (sum, number) of a mean.   lows, highs: the smallest, the largest."""
 
     sums: dict[str, tuple[float, int]]
-    ranges: dict[str, tuple[float, float]]
+    lows: dict[str, float]
+    highs: dict[str, float]
     losses: list[float]
     tokens: int
     seconds: dict[str, float]
@@ -101,13 +102,13 @@ class StepMeasures:
         arrays = {name: torch.cat(parts) for name, parts in self.arrays.items()}
         found = {metric: arrays[name] for metric, name in MEANS.items() if name in arrays}
         found |= {name: array for name, array in arrays.items() if "/" in name}
-        ranges = {}
+        lows, highs = dict[str, float](), dict[str, float]()
         if (gap := arrays.get("gap")) is not None:
             ratio = gap.clamp(-20, 20).exp()
             found |= {"policy/logprob_gap": gap.abs(), "policy/ratio_mean": ratio}
-            ranges["policy/ratio"] = (ratio.min().item(), ratio.max().item())
+            lows["policy/ratio_min"], highs["policy/ratio_max"] = ratio.min().item(), ratio.max().item()
         sums = {name: (array.sum().item(), len(array)) for name, array in found.items()}
-        return Share(sums, ranges, self.losses, self.tokens, dict(self.seconds))
+        return Share(sums, lows, highs, self.losses, self.tokens, dict(self.seconds))
 
 
 def means(shares: Sequence[Share]) -> dict[str, float]:
@@ -117,9 +118,10 @@ def means(shares: Sequence[Share]) -> dict[str, float]:
         totals, numbers = zip(*(share.sums[name] for share in shares if name in share.sums), strict=True)
         if number := sum(numbers):
             metrics[name] = sum(totals) / number
-    for name in dict.fromkeys(name for share in shares for name in share.ranges):
-        lows, highs = zip(*(share.ranges[name] for share in shares if name in share.ranges), strict=True)
-        metrics |= {f"{name}_min": min(lows), f"{name}_max": max(highs)}
+    for name in dict.fromkeys(name for share in shares for name in share.lows):
+        metrics[name] = min(share.lows[name] for share in shares if name in share.lows)
+    for name in dict.fromkeys(name for share in shares for name in share.highs):
+        metrics[name] = max(share.highs[name] for share in shares if name in share.highs)
     return metrics
 
 
