@@ -15,7 +15,7 @@ EXTRAS: dict[str, dict[str, str]] = {
         "reasoning_gym": "reasoning-gym",
     },
     "engines": {"hf": "", "vllm": "vllm"},
-    "transports": dict.fromkeys(("inproc", "shm"), ""),
+    "transports": {"inproc": "", "shm": "", "nixl": "ray"},
     "hooks": {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"},
 }
 """kind -> name -> extra of posttrain that it needs, "" for none."""
