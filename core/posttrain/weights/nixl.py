@@ -58,7 +58,7 @@ class NixlTransport(Transport):
         """Start the NIXL process now, so that the first update does not wait for it. Raises WeightSyncError when it cannot."""
         with self._starting:
             if self._closed:
-                raise WeightSyncError("was not pulled: the lane was closed", code="stopped")
+                raise WeightSyncError("the lane was closed", code="stopped")
             if self._process is None or not self._process.alive:
                 if self._process is not None:
                     self._process.close()
@@ -69,18 +69,23 @@ class NixlTransport(Transport):
 
     def allocate(self, nbytes: int) -> tuple[Region, Handle]:
         device = torch.device(self.options.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise WeightSyncError(
+                f"no slot can be allocated on {device}", cause="torch sees no GPU", fix="leave the transport's device at cpu",
+                code="nixl", retryable=False,
+            )  # fmt: skip
         region = shared_region(nbytes) if device.type == "cpu" else Region(torch.empty(nbytes, dtype=torch.uint8, device=device))
         number = len(self._slots)
         self._slots[number] = region
         return region, self._serve(number)
 
     def renew(self, handle: Handle) -> Handle:
-        if self._slots[handle["slot"]].path is None or (self._process is not None and self._process.alive):
-            return handle
-        return self._serve(handle["slot"])
+        process = self._process
+        served = process is not None and process.alive and handle["server"] == str(process.id)
+        return handle if served or handle["device"] is not None else self._serve(handle["slot"])
 
     def register(self, region: Region) -> None:
-        self._ask("map", path=region.path, nbytes=region.nbytes)
+        self._ask("map", path=_path(region), nbytes=region.nbytes)
 
     def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
         here = handle["place"] == _place()
@@ -88,15 +93,15 @@ class NixlTransport(Transport):
         assert owner is not None and server is not None
         try:
             if here and not (owner.alive() and server.alive()):
-                raise WeightSyncError("was not pulled: its process died", code="peer")
+                raise WeightSyncError("its process died", code="peer")
             self._ask(
                 "pull",
                 agent=handle["agent"], metadata=handle["metadata"], device=handle["device"], owner=str(server) if here else None,
-                into=into.path, nbytes=into.nbytes,
+                into=_path(into), nbytes=into.nbytes,
                 runs=[(handle["address"] + at, to, nbytes) for at, to, nbytes in runs(pieces)], timeout=self.options.timeout_s,
             )  # fmt: skip
         except WeightSyncError as exc:
-            exc.message = f"{exc.message} (from {handle['peer']})"
+            exc.message = f"was not pulled from {handle['peer']}: {exc.message}"
             raise
 
     def close(self) -> None:
@@ -131,6 +136,15 @@ class NixlTransport(Transport):
         self.warm()
         assert self._process is not None
         return self._process.ask({"do": what, **details}, self.options.timeout_s + GRACE_S)
+
+
+def _path(staging: Region) -> str:
+    if staging.path is None:
+        raise WeightSyncError(
+            "the NIXL process cannot write to private memory", fix="take it from staging() of the transport",
+            code="nixl", retryable=False,
+        )  # fmt: skip
+    return staging.path
 
 
 def _place() -> str:

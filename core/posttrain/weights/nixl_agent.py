@@ -7,7 +7,7 @@ for each idle agent, and prints to the standard output. What is used is checked 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -64,12 +64,7 @@ def bindings(package: str) -> Any:
     low, high = ([int(part) for part in bound.split(".")] for bound in SUPPORTED)
     release = [int(part) for part in installed.split(".")[:2] if part.isdigit()]
     found = import_module(f"{package}._bindings") if low <= release < high else None
-    absent = [] if found is None else [
-        ".".join(filter(None, (name, member)))
-        for name, members in _USED.items()
-        for member in (members or ("",))
-        if not hasattr(getattr(found, name, None), member or "__class__")
-    ]  # fmt: skip
+    absent = [] if found is None else list(_absent(found))
     if found is None or absent:
         raise WeightSyncError(
             f"NIXL {installed} is installed, posttrain's adapter is for {SUPPORTED[0]} up to, not including, {SUPPORTED[1]}",
@@ -77,6 +72,13 @@ def bindings(package: str) -> Any:
             fix=f"pip install 'nixl>={SUPPORTED[0]},<{SUPPORTED[1]}'", code="nixl", retryable=False,
         )  # fmt: skip
     return found
+
+
+def _absent(found: Any) -> Iterator[str]:
+    for name, members in _USED.items():
+        if not hasattr(found, name):
+            yield name
+        yield from (f"{name}.{member}" for member in members if not hasattr(getattr(found, name, None), member))
 
 
 class Agent:
@@ -127,7 +129,7 @@ class Agent:
             self._agent.releaseXferReq(transfer)
         except self._nixl.nixlRemoteDisconnectError as exc:
             self._peers.pop(peer, None)
-            raise PeerGone("was not pulled: the peer disconnected", cause=str(exc)) from exc
+            raise PeerGone("the peer disconnected", cause=str(exc)) from exc
 
     def _meet(self, peer: str, metadata: bytes) -> None:
         if self._peers.get(peer) == metadata:
@@ -135,7 +137,7 @@ class Agent:
         try:
             self._agent.loadRemoteMD(metadata)
         except Exception as exc:
-            raise PeerGone("was not pulled: the peer cannot be reached", cause=f"NIXL: {exc}") from exc
+            raise PeerGone("the peer cannot be reached", cause=f"NIXL: {exc}") from exc
         self._peers[peer] = metadata
 
     def _wait(self, transfer: int, state: Any, timeout: float, go_on: Callable[[], None]) -> None:
@@ -148,7 +150,7 @@ class Agent:
             time.sleep(min(0.001, waited / 8))  # short reads are seen at once, long ones cost no core
             state = self._agent.getXferStatus(transfer)
         if state != self._nixl.NIXL_SUCCESS:
-            raise WeightSyncError("was not pulled", cause=f"NIXL: {state}")
+            raise WeightSyncError("NIXL failed to read it", cause=f"NIXL: {state}")
 
     def _segment(self, device: int | None) -> Any:
         return self._nixl.DRAM_SEG if device is None else self._nixl.VRAM_SEG

@@ -52,7 +52,9 @@ class NixlProcess:
         self._reader = threading.Thread(target=self._read_log, name="posttrain-nixl-log", daemon=True)
         self._reader.start()
         self._ended = False
-        self.id = ProcessId.parse(self.ask({"do": "start"}, START_S)["id"])
+        started = ProcessId.parse(self.ask({"do": "start"}, START_S)["id"])
+        assert started is not None
+        self.id = started
 
     def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to `request`. Raises WeightSyncError when it is an error, when there is none within `timeout` seconds (the
@@ -65,7 +67,7 @@ class NixlProcess:
         while not line.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 self.end()
-                raise WeightSyncError(f"was not pulled within {timeout:.3g} s", code="deadline")
+                raise WeightSyncError(f"the NIXL process did not answer within {timeout:.3g} s", code="deadline")
             part = os.read(process.stdout.fileno(), 2**16)
             if not part:
                 raise self._why_ended()
@@ -79,7 +81,8 @@ class NixlProcess:
 
     @property
     def alive(self) -> bool:
-        return not self._ended and self._process.poll() is None
+        # not poll(): a process with threads is not reaped until the last of them has ended, some time after it died
+        return not self._ended and self.id.alive()
 
     def end(self) -> None:
         """Kill the process: from here on it neither reads nor writes memory. Idempotent."""
@@ -105,7 +108,7 @@ class NixlProcess:
 
     def _why_ended(self) -> WeightSyncError:
         if self._ended:
-            return WeightSyncError("was not pulled: the lane was closed", code="stopped")
+            return WeightSyncError("the lane was closed", code="stopped")
         status = self._process.wait()
         self._reader.join(1.0)
         sign = scan_ucx_log("\n".join(self._printed))
@@ -177,7 +180,7 @@ def _alive(process: ProcessId | None) -> Callable[[], None]:
         if process is not None and now - last > 0.02:
             last = now
             if not process.alive():
-                raise WeightSyncError("was not pulled: the process that served it died", code="peer")
+                raise WeightSyncError("the process that served it died", code="peer")
 
     return check
 
@@ -207,9 +210,9 @@ def _requests(lines: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _failure(exc: Exception) -> dict[str, Any]:
-    known = exc if isinstance(exc, WeightSyncError) else WeightSyncError("was not pulled", cause=f"{type(exc).__name__}: {exc}")
+    known = exc if isinstance(exc, WeightSyncError) else WeightSyncError("NIXL failed", cause=f"{type(exc).__name__}: {exc}")
     if isinstance(exc, TimeoutError):
-        known = WeightSyncError("was not pulled within its deadline", cause="the peer does not answer", code="deadline")
+        known = WeightSyncError("the peer does not answer", cause="the deadline of one bucket", code="deadline")
     return {
         "error": known.message, "cause": known.cause, "fix": known.fix, "code": known.code, "retryable": known.retryable,
     }  # fmt: skip

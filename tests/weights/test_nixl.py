@@ -1,0 +1,348 @@
+"""The nixl transport against publishers that die, stall, lie or lose their NIXL process: real processes, real UCX.
+
+A policy process publishes; the lane is here. Each fault ends within its deadline, names the publisher and the bucket, and leaves
+no process, no shared memory and an untouched engine. A stopped process is no stall over CMA (the kernel reads its memory all the
+same), so stalls go over TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nixl_policy import policy
+from weight_toys import ToyEngine, trained
+
+from posttrain.errors import WeightSyncError
+from posttrain.weights.failure import PeerFailure
+from posttrain.weights.memory import private_region, shared_folder, sweep
+from posttrain.weights.nixl import NixlTransport
+from posttrain.weights.owner import ProcessId
+from posttrain.weights.plan import Bucket
+from posttrain.weights.receiver import Receiver
+from posttrain.weights.transport import views
+
+FIRST, MIDDLE, LAST = 0, 3, 5
+
+
+class Policy:
+    """The policy's process as seen from here; `server` is the NIXL process beside it."""
+
+    def __init__(self, tls: str = "all") -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "posttrain.weights.nixl"])
+        self.tls, self.version = tls, 0
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=policy, args=(theirs, tls), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.publication = self.publish()
+
+    def ask(self, *request: Any) -> Any:
+        self.pipe.send(request)
+        assert self.pipe.poll(30), "the policy's process does not answer"
+        return self.pipe.recv()
+
+    def publish(self) -> Any:
+        self.version += 1
+        self.publication = self.ask("publish", self.version)
+        return self.publication
+
+    @property
+    def server(self) -> ProcessId:
+        found = ProcessId.parse(self.publication.handles[0]["server"])
+        assert found is not None
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+
+_pool: dict[str, Policy] = {}
+
+
+def _policy(tls: str) -> Policy:
+    """One process for all tests of a transport of UCX; only one that was killed is started again."""
+    if tls not in _pool or not _pool[tls].alive:
+        _pool[tls] = Policy(tls)
+    return _pool[tls]
+
+
+@pytest.fixture(params=["all"])
+def publisher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Policy:
+    """With a publication that nobody has damaged."""
+    monkeypatch.setenv("UCX_TLS", request.param)
+    publisher = _policy(request.param)
+    publisher.publish()
+    return publisher
+
+
+over_tcp = pytest.mark.parametrize("publisher", ["tcp"], indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    for one in _pool.values():
+        if one.alive:
+            one.pipe.send(None)
+            one.process.join(10)
+    _pool.clear()
+    nothing_of(os.getpid())
+
+
+# ---- the lane, here
+
+
+class Trapped(Receiver):
+    """Does `act` once, before it pulls bucket `at`."""
+
+    at, act = -1, staticmethod(lambda: None)
+
+    def _pull(self, publication: Any, bucket: Bucket, staging: Any) -> None:
+        if bucket.index == self.at:
+            self.at = -1
+            self.act()
+        super()._pull(publication, bucket, staging)
+
+
+@contextmanager
+def a_lane(at: int = -1, act: Callable[[], Any] = lambda: None, **options: Any) -> Iterator[Trapped]:
+    """A lane whose engine holds version 100. Afterwards nothing is left of it, and its engine was not touched."""
+    engine = ToyEngine()
+    engine.version, engine.weights = 100, trained(100)
+    lane = Trapped(engine, NixlTransport(NixlTransport.Options(**options)), name="rollout-0", grace_s=0.2)
+    lane.at, lane.act = at, staticmethod(act)
+    try:
+        yield lane
+        assert engine.version == 100 and engine.writes == 0, "phase 1 touched the engine"
+    finally:
+        asyncio.run(lane.close())
+    nothing_of(os.getpid())
+
+
+def stage(lane: Receiver, publication: Any, timeout: float = 20.0) -> None:
+    asyncio.run(lane.stage(publication, timeout=timeout))
+
+
+def fails(lane: Receiver, publication: Any, *, within: float, timeout: float = 20.0) -> PeerFailure:
+    began = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        stage(lane, publication, timeout)
+    assert time.monotonic() - began < within
+    assert lane.lane.state == "aborted" and caught.value.peer == "rollout-0"
+    return caught.value
+
+
+def holds(lane: Receiver, version: int) -> None:
+    assert lane._staged is not None
+    got = dict(views(lane._staged.plan, lane._staged.region.buffer))
+    assert all(torch.equal(got[name], want) for name, want in trained(version).items()) and len(got) == len(trained(version))
+
+
+def _left_by(pid: int) -> list[str]:
+    """NIXL processes that are children of `pid`, and shared memory of it or of the dead."""
+    sweep(shared_folder())
+    found = [path.name for path in shared_folder().glob(f"posttrain-{pid}.*")]
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            continue
+        if "nixl_process" in command and parent == pid:
+            found.append(command.replace("\0", " "))
+    return found
+
+
+def nothing_of(pid: int, within: float = 3.0) -> None:
+    until = time.monotonic() + within
+    while (left := _left_by(pid)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert left == []
+
+
+def gone(process: ProcessId, within: float = 5.0) -> bool:
+    until = time.monotonic() + within
+    while process.alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    return not process.alive()
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
+def test_a_publisher_that_is_killed_is_named_at_once(publisher: Policy, bucket: int) -> None:
+    with a_lane(bucket, publisher.kill) as lane:
+        failure = fails(lane, publisher.publication, within=8)
+    assert failure.bucket == bucket and "died" in failure.message
+    assert f"was not pulled from process {publisher.process.pid} on " in failure.message
+    assert gone(publisher.server), "the NIXL process outlived its owner"
+    nothing_of(publisher.process.pid or 0)
+
+
+@pytest.mark.parametrize("bucket", [FIRST, LAST])
+def test_a_nixl_process_that_is_killed_costs_one_update(publisher: Policy, bucket: int) -> None:
+    server = publisher.server
+    with a_lane(bucket, lambda: os.kill(server.pid, signal.SIGKILL) or gone(server)) as lane:
+        failure = fails(lane, publisher.publication, within=8)
+        assert failure.bucket == bucket and "died" in failure.message
+        stage(lane, publisher.publish())
+        holds(lane, publisher.version)
+    assert publisher.alive and publisher.server != server
+
+
+@pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
+@over_tcp
+def test_a_stall_ends_with_its_deadline_and_the_publisher_goes_on(publisher: Policy, bucket: int) -> None:
+    """UCX may abort the process that serves when a reader goes away half-way: the policy must not be that process."""
+    server = publisher.server
+    with a_lane(bucket, lambda: os.kill(server.pid, signal.SIGSTOP)) as lane:
+        failure = fails(lane, publisher.publication, timeout=1.0, within=4)
+        assert failure.bucket == bucket and failure.code == "deadline"
+        os.kill(server.pid, signal.SIGCONT)
+        time.sleep(0.2)
+        stage(lane, publisher.publish())
+        holds(lane, publisher.version)
+    assert publisher.alive
+
+
+@over_tcp
+def test_a_bucket_has_a_deadline_of_its_own(publisher: Policy) -> None:
+    server = publisher.server
+    with a_lane(MIDDLE, lambda: os.kill(server.pid, signal.SIGSTOP), timeout_s=0.5) as lane:
+        failure = fails(lane, publisher.publication, within=4)
+        os.kill(server.pid, signal.SIGCONT)
+    assert failure.bucket == MIDDLE and failure.code == "deadline"
+    assert f"was not pulled from process {publisher.process.pid} on " in failure.message
+
+
+@pytest.mark.parametrize("version", [None, 77], ids=["corrupt", "wrong epoch"])
+@pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
+def test_bytes_that_are_not_the_published_ones_are_noticed(publisher: Policy, bucket: int, version: int | None) -> None:
+    publisher.ask("overwrite", bucket, version)
+    with a_lane() as lane:
+        failure = fails(lane, publisher.publication, within=8)
+    assert failure.bucket == bucket and "arrived damaged" in failure.message
+
+
+@pytest.mark.parametrize("bucket", [FIRST, LAST])
+def test_a_lane_whose_nixl_process_died_pulls_through_another(publisher: Policy, bucket: int) -> None:
+    with a_lane(bucket) as lane:
+
+        def kill() -> None:
+            process = lane._transport._process
+            process._process.kill()
+            process._process.wait()
+            process._process.returncode = None  # as if nobody had asked yet
+
+        lane.act = kill
+        stage(lane, publisher.publication)
+        holds(lane, publisher.version)
+
+
+@over_tcp
+def test_a_nixl_process_that_dies_during_a_pull_is_named(publisher: Policy) -> None:
+    server = publisher.server
+    with a_lane(MIDDLE) as lane:
+
+        def stall_and_kill() -> None:
+            os.kill(server.pid, signal.SIGSTOP)
+            threading.Timer(0.5, lambda: lane._transport._process._process.kill()).start()
+
+        lane.act = stall_and_kill
+        failure = fails(lane, publisher.publication, within=8)
+        os.kill(server.pid, signal.SIGCONT)
+    assert failure.bucket == MIDDLE and "the NIXL process ended (SIGKILL)" in failure.message
+
+
+@over_tcp
+def test_closing_a_lane_ends_its_pull(publisher: Policy) -> None:
+    plan, handle = publisher.publication.plan, publisher.publication.handles[0]
+    lane = NixlTransport()
+    staging = lane.staging(plan.nbytes)
+    lane.register(staging)
+    os.kill(publisher.server.pid, signal.SIGSTOP)
+    raised: list[WeightSyncError] = []
+
+    def pull() -> None:
+        try:
+            lane.pull(handle, plan.buckets[0].pieces, staging)
+        except WeightSyncError as exc:
+            raised.append(exc)
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    lane.close()
+    thread.join(5)
+    os.kill(publisher.server.pid, signal.SIGCONT)
+    assert time.monotonic() - began < 2 and raised and raised[0].code == "stopped"
+    assert "the lane was closed" in raised[0].message
+    with pytest.raises(WeightSyncError, match="the lane was closed"):
+        lane.pull(handle, plan.buckets[0].pieces, staging)
+    staging.release()
+
+
+# ---- the rest of the contract
+
+
+def test_two_slots_and_many_publications_from_one_agent(publisher: Policy) -> None:
+    with a_lane() as lane:
+        for _ in range(3):
+            stage(lane, publisher.publish())
+            holds(lane, publisher.version)
+            asyncio.run(lane.abort("the next one"))
+
+
+def test_neither_nixl_nor_ucx_writes_to_the_screen(
+    publisher: Policy, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "posttrain.weights")
+    server = publisher.server
+    plan, handle = publisher.publication.plan, publisher.publication.handles[0]
+    lane = NixlTransport()
+    staging = lane.staging(plan.nbytes)
+    lane.register(staging)
+    os.kill(server.pid, signal.SIGKILL)
+    assert gone(server)
+    handle = {**handle, "place": "another machine"}  # nothing says that it is dead: NIXL must find out, and complains
+    with pytest.raises(WeightSyncError, match="cannot be reached") as caught:
+        lane.pull(handle, plan.buckets[0].pieces, staging)
+    lane.close()
+    staging.release()
+    assert handle["peer"] in caught.value.message
+    said = [record.getMessage() for record in caplog.records]
+    assert any("Connection refused" in line or "loadRemoteMD" in line for line in said)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_private_memory_is_refused(publisher: Policy) -> None:
+    lane = NixlTransport()
+    with pytest.raises(WeightSyncError, match="private memory"):
+        lane.pull(publisher.publication.handles[0], publisher.publication.plan.buckets[0].pieces, private_region(10**6))
+    lane.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_slots_on_a_gpu_need_one() -> None:
+    with pytest.raises(WeightSyncError, match="no slot can be allocated on cuda:0"):
+        NixlTransport(NixlTransport.Options(device="cuda:0")).allocate(64)
