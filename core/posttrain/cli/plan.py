@@ -93,11 +93,14 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     grid = plan.grid
     shapes = f"policy [{grid.policy[0]}, {grid.policy[1]}], rollout [{grid.rollout[0]}, {grid.rollout[1]}]"
     yield f"{grid.backend}: {shapes}; dp_world = {grid.dp_replicate} x {grid.dp_shard} = {grid.dp_world}"
-    for group in actor_groups(grid):
-        wide = f", {group.ranks} ranks each" if group.ranks > 1 else ""
-        yield f"processes {group.name}: {group.processes}{wide}, with {' and '.join(group.roles)}"
-    for devices in device_groups(grid):
-        yield f"devices   {devices.name}: {devices.devices}, with {' and '.join(devices.roles)}"
+    processes = (_processes(group.processes, group.ranks) + f" with {' and '.join(group.roles)}" for group in actor_groups(grid))
+    yield f"processes: {'; '.join(processes)}"
+    devices = (f"{group.devices} for {' and '.join(group.roles)}" for group in device_groups(grid))
+    yield f"devices: {'; '.join(devices)}"
+
+
+def _processes(count: int, ranks: int) -> str:
+    return f"{count}{f' of {ranks} ranks' if ranks > 1 else ''}"
 
 
 def _batch(plan: RunPlan) -> Iterator[str]:
