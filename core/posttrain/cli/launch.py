@@ -100,7 +100,9 @@ def _ray(args: argparse.Namespace) -> int:
             where="--nodes",
             code="launch",
         )
-    with ray_head(args.ray_port, log_dir(args) / f"ray-{args.ray_port}.log", timeout=args.wait):
+    grid = resolve_grid(loaded.config.grid)
+    roles = grid.policy[1] + grid.rollout[0]
+    with ray_head(args.ray_port, log_dir(args) / f"ray-{args.ray_port}.log", cpus=roles, timeout=args.wait):
         return _train(args, loaded)
 
 

@@ -28,18 +28,19 @@ _MODE, _TOKEN, _ADDRESS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"
 
 
 @contextmanager
-def ray_head(port: int, log: Path, *, timeout: float = 120.0, grace: float = 10.0) -> Iterator[str]:
+def ray_head(port: int, log: Path, *, cpus: int = 0, timeout: float = 120.0, grace: float = 10.0) -> Iterator[str]:
     """Start a head, set RAY_ADDRESS (and a token of its own, unless one is set) for the block, end the cluster after it.
 
-    timeout: seconds until it answers. grace: seconds for its processes to end by themselves. Raises ConfigError when the port is
-    taken, EngineStartError when the head does not start.
+    cpus: the least that it offers, where the machine has fewer cores; a role takes one. timeout: seconds until it answers.
+    grace: seconds for its processes to end by themselves. Raises ConfigError when the port is taken, EngineStartError when the
+    head does not start.
     """
     check_free({port: "--ray-port"})
     before = {name: os.environ.get(name) for name in (_MODE, _TOKEN, _ADDRESS)}
     os.environ.setdefault(_MODE, "token")
     os.environ.setdefault(_TOKEN, secrets.token_hex(32))
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = _start(port, log)
+    process = _start(port, log, cpus)
     try:
         _await(process, port, log, timeout)
         address = os.environ[_ADDRESS] = f"127.0.0.1:{port}"
@@ -86,7 +87,7 @@ def _count(address: str, nodes: int) -> None:
         time.sleep(1)
 
 
-def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
+def _start(port: int, log: Path, cpus: int) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def with_its_owner() -> None:
@@ -94,6 +95,7 @@ def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     options = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"]
+    options.append(f"--num-cpus={max(cpus, len(os.sched_getaffinity(0)))}")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--block"]
     environment = {name: value for name, value in os.environ.items() if name != _ADDRESS}
     with log.open("ab") as out:
