@@ -140,10 +140,11 @@ def uneven_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Writes models whose shards are uneven: 61 tokens, and 5 rows of the gate, of which four ranks hold 2, 2, 1 and 0."""
     root = tmp_path_factory.mktemp("models")
 
-    def write(*, tied: bool = True, dtype: str = "float64") -> Path:
-        folder = root / f"{tied}-{dtype}"
+    def write(*, kind: str = "Llama", tied: bool = True, dtype: str = "float64", **options: Any) -> Path:
+        folder = root / f"{kind}-{tied}-{dtype}"
         if not folder.exists():
-            made = make_model("Llama", dtype=getattr(torch, dtype), tie_word_embeddings=tied, intermediate_size=5)
+            shape = {"intermediate_size": 5, "tie_word_embeddings": tied} | options
+            made = make_model(kind, dtype=getattr(torch, dtype), **shape)
             made.save_pretrained(folder)
         return folder
 

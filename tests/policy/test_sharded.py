@@ -114,6 +114,34 @@ def test_no_split_of_the_rows_changes_anything(ranks, alone, uneven_model, split
     assert_same(found, wanted, TOLERANCE[dtype])
 
 
+FAMILIES = {
+    "Qwen3Moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1},
+    "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_other_families_are_sharded_alike(ranks, uneven_model, kind):
+    """Experts are cut along their number; soft caps and windows stay. In float32: transformers has neither in float64."""
+    model = uneven_model(kind=kind, dtype="float32", **FAMILIES[kind])
+    case = {"rl": policy_keys("float32"), "steps": 1}
+    wanted = ranks("train", ranks.case(model, None, **case))[0]
+    found = same_everywhere(ranks("train", ranks.case(model, (2, 2), **case)), 4)
+    assert_same(found, wanted, TOLERANCE["float32"])
+
+
+def test_bf16_compute_is_that_of_one_process_to_the_bit(ranks, alone, uneven_model):
+    """Each row by itself, so that kernels see the same shapes: then FSDP changes no bit of the forward."""
+    keys = {"master_dtype": "float32", "param_dtype": "bfloat16", "optimizer": SGD_LIKE, "shared_prefix": False}
+    wanted = alone(dtype="float32", rl=keys | {"micro_batch_per_replica": 1}, steps=1)
+    case = ranks.case(uneven_model(dtype="float32"), (2, 2), rl=keys | {"micro_batch_per_replica": 4}, steps=1)
+    found = same_everywhere(ranks("train", case), 4)
+    assert found["start"] == wanted["start"]
+    assert largest_gap(found["weights"], wanted["weights"]) < 1e-6
+    wide = alone(dtype="float32", rl=policy_keys("float32"))["start"]
+    assert wide[0] != pytest.approx(found["start"][0], abs=1e-4)  # it did compute in bf16
+
+
 def test_ranks_without_a_row_keep_step_with_the_others(ranks, alone, uneven_model):
     """Three rows and two optimizer steps on four ranks; and rows whose padded forwards differ in number between ranks."""
     few = {"sizes": (2, 1), "rl": policy_keys(mini_batch_per_replica=8)}
