@@ -10,11 +10,12 @@ that the folder for runs is shared, and that each node has the plug-ins that the
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from posttrain.placement.host import PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet
 from posttrain.placement.shared_root import check, written
 from posttrain.rollout.replicas import RemoteLane, Replicas
+from posttrain.weights.memory import sweep
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.publisher import GroupPublisher
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
     from posttrain.rollout.engine import EngineSpec
     from posttrain.tracking.run_dir import RunDir
+
+GONE_S = 5.0
+"""How long killed roles may take to be gone."""
 
 TRANSPORT = "nixl"
 """What `weights.transport=auto` means between actors."""
@@ -70,7 +75,7 @@ class Hosting:
             logs = Path(self._common["logs"]) / seat.name
             kwargs = {
                 "name": seat.name, "number": seat.index, "engine": config.rollout.engine, "options": config.rollout.options,
-                "spec": replace_logs(spec, logs), "transport": transport(config),
+                "spec": replace(spec, log_dir=logs), "transport": transport(config),
                 "compare_bytes": config.weights.verify_weight_values,
             }  # fmt: skip
             self._add(seat, "posttrain.rollout.body:RolloutBody", kwargs, ["engines"])
@@ -79,19 +84,28 @@ class Hosting:
         return Replicas(lanes, start_timeout_s=config.rollout.start_timeout_s)
 
     def close(self) -> None:
-        """End every role, then the connection. Idempotent."""
+        """End every role, then the connection; nothing of theirs is left on this machine. Idempotent."""
         self.fleet.close()
         self._stack.close()
+        self.fleet.wait_gone(GONE_S)
+        sweep()
 
     def _add(self, seat: Seat, factory: str, kwargs: dict[str, Any], kinds: Sequence[str]) -> None:
         refs = tuple(ref for ref in plugin_refs(self.config) if ref.kind in (*kinds, "datapackers", "transports"))
         spec = RoleSpec(seat.name, factory, kwargs, warm=transport(self.config) == "nixl", plugins=refs, **self._common)
         self.fleet.add(spec, seat)
 
+    def _write_roles(self) -> None:
+        """`logs/roles.json`: who runs where, for whoever looks at a process or a log."""
+        placed = {name: role.place for name, role in self.fleet.roles.items() if role.place}
+        shown = {n: {"node": p.node, "address": p.address, "pid": p.pid, "log": p.log} for n, p in placed.items()}
+        (Path(self._common["logs"]) / "roles.json").write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
+
     def _begin(self, role: str) -> list[Any]:
         names = [seat.name for seat in self.seats.of(role)]
         self.fleet.begin(names, self.config.grid.start_timeout_s)
         remotes = [self.fleet.roles[name] for name in names]
+        self._write_roles()
         check(self._common["nonce"], [remote.place.sighting for remote in remotes if remote.place and remote.place.sighting])
         return remotes
 
@@ -131,10 +145,3 @@ def plugin_refs(config: RunConfig) -> list[PluginRef]:
         found = [info for info in plugins.discover(kind) if name in (info.name, f"{info.distribution}/{info.name}")]
         refs.append(PluginRef(kind, name, found[0].distribution, found[0].version) if len(found) == 1 else PluginRef(kind, name))
     return refs
-
-
-def replace_logs(spec: EngineSpec, logs: Path) -> EngineSpec:
-    """An engine's chatter goes to a folder of its own."""
-    from dataclasses import replace
-
-    return replace(spec, log_dir=logs)

@@ -19,14 +19,16 @@ MAY_CHANGE = (
     "hooks",
     "validation.",
     "loop.shutdown_timeout_s",
+    "loop.train_timeout_s",
+    "grid.",
     "rollout.start_timeout_s",
     "rollout.generate_timeout_s",
     "rollout.reward_timeout_s",
     "rollout.reward_workers",
     "rollout.strict_rewards",
-    "weights.stage_timeout_s",
-    "weights.apply_timeout_s",
-    "weights.canary_every",
+    "rl.micro_batch_per_replica",
+    "rl.micro_batch_tokens",
+    "weights.",
 )
 """Keys (or prefixes ending in a dot) that an override after `--resume` may change."""
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from posttrain.errors import PluginError, PosttrainError, RunAborted
 from posttrain.placement.shared_root import Nonce, Sighting
+from posttrain.weights.memory import release_own
 from posttrain.weights.owner import ProcessId, end_with
 
 
@@ -75,9 +76,14 @@ class Place:
 
     node: str
     address: str
-    pid: int
+    process: ProcessId
+    boot: str
     log: str
     sighting: Sighting | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,7 @@ class Host:
         spec = self.spec
         log = _redirect(Path(spec.logs) / f"{spec.name}.log")
         if boot_id() == spec.driver_boot:
-            end_with(spec.driver)
+            end_with(spec.driver, last=release_own)
         sys.path.extend(path for path in spec.paths if path not in sys.path)
         if spec.folder and Path(spec.folder).is_dir():
             os.chdir(spec.folder)
@@ -164,7 +170,7 @@ class Host:
         module, _, attribute = spec.factory.partition(":")
         self._role = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
         sighting = spec.nonce.look() if spec.nonce else None
-        return Place(socket.gethostname(), _address(), os.getpid(), log, sighting)
+        return Place(socket.gethostname(), _address(), ProcessId.current(), boot_id(), log, sighting)
 
     def _portable(self, method: str, exc: Exception) -> BaseException:
         """An exception that can be sent; it is printed to the role's log with its traceback, and says which role it came from."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import RunInterrupted, WaitExpired
-from posttrain.placement.host import Beat, Host, Outcome, Place, RoleSpec
+from posttrain.placement.host import Beat, Host, Outcome, Place, RoleSpec, boot_id
 
 if TYPE_CHECKING:
     from posttrain.placement.cluster import Cluster, Seat
@@ -182,6 +182,13 @@ class Fleet:
         """End every role."""
         for role in self.roles.values():
             role.kill()
+
+    def wait_gone(self, seconds: float) -> None:
+        """Wait until the roles on this machine have ended."""
+        here = [role.place.process for role in self.roles.values() if role.place and role.place.boot == boot_id()]
+        deadline = time.monotonic() + seconds
+        while any(process.alive() for process in here) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def free_port(role: Remote, timeout: float) -> tuple[str, int]:

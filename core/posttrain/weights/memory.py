@@ -90,16 +90,23 @@ def attach(path: str) -> Region:
         os.close(fd)
 
 
-def sweep(folder: Path) -> list[Path]:
+def sweep(folder: Path | None = None) -> list[Path]:
     """Unlink the shared memory of processes that are no longer alive; returns what was removed."""
     removed = []
-    for path in folder.glob(f"{_PREFIX}*"):
+    for path in (folder or shared_folder()).glob(f"{_PREFIX}*"):
         owner = ProcessId.parse(path.name.removeprefix(_PREFIX).rsplit("-", 1)[0])
         if owner is not None and not owner.alive():
             with contextlib.suppress(OSError):  # somebody else was faster, or it is another user's
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def release_own() -> None:
+    """Unlink all shared memory of this process: the last thing that it does. What is mapped stays mapped."""
+    for path in shared_folder().glob(f"{_PREFIX}{ProcessId.current()}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _reserve(fd: int, nbytes: int) -> None:

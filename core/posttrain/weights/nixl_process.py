@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from posttrain.errors import WeightSyncError
+from posttrain.weights.memory import sweep
 from posttrain.weights.nixl_agent import Agent
 from posttrain.weights.owner import ProcessId, end_with
 from posttrain.weights.ucx import scan_ucx_log, warm_nixl
@@ -40,12 +41,15 @@ START_S = 60.0
 
 
 class NixlProcess:
-    """The owner's side. Requests are made one at a time; `end` may be called by any thread, also during one."""
+    """The owner's side. Requests are made one at a time; `end` may be called by any thread, also during one.
 
-    def __init__(self, build: str) -> None:
+    build: the package of NIXL     serve: whether others read from it (see `nixl_agent.Agent`), or it only pulls
+    """
+
+    def __init__(self, build: str, *, serve: bool) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, build, str(ProcessId.current())],
+            [sys.executable, "-m", __name__, build, str(ProcessId.current()), "serve" if serve else "pull"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment,
         )  # fmt: skip
         self._printed: deque[str] = deque(maxlen=50)
@@ -185,19 +189,19 @@ def _alive(process: ProcessId | None) -> Callable[[], None]:
     return check
 
 
-def main(build: str, owner: str) -> None:
+def main(build: str, owner: str, role: str) -> None:
     """Answer requests until the owner is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides
     watched = ProcessId.parse(owner)
     assert watched is not None
-    end_with(watched)
+    end_with(watched, last=sweep)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # UCX prints to the standard output
     server: _Server | None = None
     for request in _requests(sys.stdin.buffer):
         try:
             if server is None:
-                server = _Server(warm_nixl(f"posttrain-{watched}-{os.getpid()}", build))
+                server = _Server(warm_nixl(f"posttrain-{watched}-{os.getpid()}", build, serve=role == "serve"))
             answer = getattr(server, request.pop("do"))(**request)
         except Exception as exc:
             answer = _failure(exc)

@@ -7,6 +7,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -43,18 +44,21 @@ class ProcessId:
         return f"{self.pid}.{self.start}"
 
 
-def end_with(owner: ProcessId) -> None:
-    """Kill this process as soon as `owner` is gone (at once, where pidfd exists). Returns immediately."""
+def end_with(owner: ProcessId, *, last: Callable[[], object] | None = None) -> None:
+    """Kill this process as soon as `owner` is gone (at once, where pidfd exists). Returns immediately.
+
+    last: what to do first, such as removing what the dead owner left; quick, and nothing that can hang.
+    """
     try:
         fd = os.pidfd_open(owner.pid) if hasattr(os, "pidfd_open") else None
     except ProcessLookupError:
         fd = None
     if not owner.alive():
         os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=_wait_and_die, args=(owner, fd), name="posttrain-owner-watch", daemon=True).start()
+    threading.Thread(target=_wait_and_die, args=(owner, fd, last), name="posttrain-owner-watch", daemon=True).start()
 
 
-def _wait_and_die(owner: ProcessId, fd: int | None) -> None:
+def _wait_and_die(owner: ProcessId, fd: int | None, last: Callable[[], object] | None) -> None:
     if fd is not None:
         poller = select.poll()
         poller.register(fd, select.POLLIN)
@@ -62,6 +66,9 @@ def _wait_and_die(owner: ProcessId, fd: int | None) -> None:
     else:
         while owner.alive():
             time.sleep(0.5)
+    with suppress(Exception):
+        if last is not None:
+            last()
     # SIGKILL, not exit: the process may hang in a native call, and nothing of it is worth saving
     os.kill(os.getpid(), signal.SIGKILL)
 

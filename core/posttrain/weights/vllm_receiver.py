@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from posttrain.errors import WeightSyncError, error
-from posttrain.weights.memory import Region, attach
+from posttrain.weights.memory import Region, attach, sweep
 from posttrain.weights.owner import ProcessId, end_with
 from posttrain.weights.plan import BucketPlan
 from posttrain.weights.publication import bucket_digest
@@ -52,7 +52,7 @@ def register() -> None:
     if owner is not None and owner.pid != os.getpid():
         _redirect_output(os.environ.get(LOG_ENV))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; what to do about it is the owner's
-        end_with(owner)
+        end_with(owner, last=sweep)
         atexit.register(_leave)
 
 
@@ -97,6 +97,8 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loaded = False
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            drop_expert_kernels(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # the base class synchronises an accelerator, which a CPU build of torch does not have
@@ -172,6 +174,18 @@ def repack_tied_head(model: nn.Module) -> None:
     weight = getattr(head, "weight", None)
     if weight is not None and embedding is not None and weight is embedding.weight and head is not embedding:
         head.quant_method.process_weights_after_loading(head)  # type: ignore[union-attr]
+
+
+def drop_expert_kernels(model: nn.Module) -> None:
+    """Make vLLM build the kernels of mixture-of-experts layers again with what is loaded next.
+
+    On a CPU it pads and packs the experts when it builds their kernel, and later loads none: it would take the rows of the update
+    for packed ones. Elsewhere the kernel keeps its weights as they are loaded, and CUDA graphs may hold its addresses.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def _padding(layer: nn.Module) -> int:

@@ -1,0 +1,215 @@
+"""Runs on a Ray cluster, whole: two policy ranks under FSDP2, two rollout replicas, weights over NIXL.
+
+Most use the `hf` engine in the bodies, which starts in seconds; one uses vLLM. They join one cluster of two nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from posttrain.config.load import load_config
+from posttrain.errors import EngineStartError, PosttrainError
+from posttrain.loop import checkpoint
+from posttrain.loop.run import train
+from posttrain.tracking.metrics import read_metrics, read_validation
+from posttrain.tracking.rollouts import read_rollouts
+
+KILLER = Path(__file__).parent.parent / "placement" / "killer_hook.py"
+SMALL = [
+    "experiment=cluster_grpo",
+    "rollout.engine=hf",
+    "model.factory_kwargs.steps=60",
+    "model.factory_kwargs.slip_steps=20",
+    "rl.batch_per_replica=32",
+    "rl.group_size=4",
+    "rl.steps=3",
+    "rl.discard_group_zero_advantage=false",
+    "validation.prompts=4",
+    "validation.every=0",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=null",
+    "grid.heartbeat_timeout_s=6",
+    "loop.train_timeout_s=120",
+    "tracking.display=none",
+]
+ONE_PROCESS = [
+    "grid.backend=local",
+    "grid.gpu_placement=colocated",
+    "grid.shapes.policy=null",
+    "grid.shapes.rollout=null",
+    "grid.dp_shard=1",
+    "weights.transport=inproc",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Any]:
+    """Two nodes on this machine, for all runs of this file that do not start their own."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    made.add_node(num_cpus=2)
+    before, os.environ["RAY_ADDRESS"] = os.environ.get("RAY_ADDRESS"), made.address
+    yield made
+    del os.environ["RAY_ADDRESS"]
+    if before is not None:
+        os.environ["RAY_ADDRESS"] = before
+    made.shutdown()
+
+
+def start(root: Path, *overrides: str, resume: Path | None = None) -> Any:
+    if resume is None:
+        return train(load_config([*SMALL, *overrides]), run_dir=root)
+    return train(load_config(list(overrides), config_file=resume / "config.yaml"), resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Any:
+    """An undisturbed run of three steps on two policy ranks and two replicas."""
+    return start(root)
+
+
+def newest(root: Path) -> Path:
+    return max((path for path in root.glob("cluster-grpo-*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+
+
+def pids(run: Path) -> list[int]:
+    return [role["pid"] for role in json.loads((run / "logs" / "roles.json").read_text()).values()]
+
+
+def gone(which: list[int], within: float = 15.0) -> bool:
+    """Whether none of these processes is left, and no child of theirs."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in which):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def left_memory(of: list[int]) -> list[str]:
+    """Shared memory that these processes left."""
+    names = [path.name for path in Path("/dev/shm").glob("posttrain-*")]
+    return [name for name in names if int(name.removeprefix("posttrain-").split(".")[0]) in of]
+
+
+def test_a_run_trains_on_every_rank_and_replica_and_says_where(whole: Any) -> None:
+    rows = read_metrics(whole.run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    roles = json.loads((whole.run / "logs" / "roles.json").read_text())
+    assert sorted(roles) == ["policy-0", "policy-1", "rollout-0", "rollout-1"]
+    assert len({role["pid"] for role in roles.values()}) == 4
+    assert all((whole.run / "logs" / f"{name}.log").exists() for name in roles)
+    assert gone([role["pid"] for role in roles.values()])
+
+
+def test_the_numbers_are_those_of_one_process(root: Path, whole: Any) -> None:
+    """The same prompts, seeds and rewards; losses and gradients but for rounding."""
+    alone = start(root, *ONE_PROCESS)
+    for theirs, ours in zip(read_metrics(alone.run), read_metrics(whole.run), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["tokens/trained"] == theirs["tokens/trained"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    tokens = [[(r["sample_id"], r["token_ids"]) for r in read_rollouts(run.run)] for run in (alone, whole)]
+    assert tokens[0] == tokens[1]
+
+
+def test_every_token_carries_the_version_that_sampled_it(whole: Any) -> None:
+    for row in read_rollouts(whole.run):
+        assert set(row["weight_versions"]) == {row["step"] - 1}
+
+
+def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(root: Path, whole: Any) -> None:
+    before = read_metrics(whole.run)[2]
+    copied = root / "cluster-grpo-other-ranks"
+    shutil.copytree(whole.run, copied, symlinks=True)
+    checkpoint.set_aside(copied / "checkpoints" / "step_3")
+    resumed = start(root, "grid.dp_shard=1", "grid.shapes.policy=[1,1]", resume=copied)
+    after = read_metrics(resumed.run)[2]
+    assert after["step"] == 3 and after["reward/mean"] == before["reward/mean"]
+    assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-3)
+
+
+FAULTS = [
+    ("policy-0", "trajectory_scored", 9, "policy-0 died"),
+    ("policy-1", "before_publish", 9, "policy-1 died"),
+    ("policy-1", "step_end", 19, "policy-1 has not answered"),
+    ("rollout-0", "trajectory_scored", 9, "rollout-0 died"),
+    ("rollout-1", "before_publish", 9, "rollout-1 died"),
+    ("rollout-1", "trajectory_scored", 19, "rollout-1 has not answered"),
+]
+
+
+@pytest.mark.parametrize(("role", "when", "number", "said"), FAULTS)
+def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, when: str, number: int, said: str) -> None:
+    options = f"{{role: {role}, when: {when}, step: 2, number: {number}}}"
+    with pytest.raises(PosttrainError) as caught:
+        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]")
+    run = newest(root)
+    assert said in str(caught.value) and caught.value.retryable, str(caught.value)
+    assert role in str(caught.value.where) or role in caught.value.message
+    assert gone(pids(run)) and not left_memory(pids(run))
+    resumed = start(root, "hooks=[]", resume=run)  # what was done before is not lost
+    assert read_metrics(resumed.run)[-1]["step"] == 3
+
+
+def test_a_run_that_needs_more_than_the_cluster_has_ends_before_anything_loads(root: Path) -> None:
+    with pytest.raises(EngineStartError, match="this grid needs 6 CPU in 6 bundle"):
+        start(root, "grid.shapes.rollout=[4,1]", "rl.batch_per_replica=32")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_to_the_driver_leaves_no_process(root: Path, number: int, code: int) -> None:
+    """With a cluster of its own, which has to go too."""
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "posttrain.cli", "train", *SMALL, "rl.steps=500", "--run", str(root)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        run = wait_for_step(root, driver, 2)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        driver.send_signal(number)
+        driver.wait(60)
+    assert driver.returncode == code
+    assert gone([*pids(run), *(child.pid for child in family)])
+    time.sleep(1.0 if number == signal.SIGKILL else 0.0)  # those who outlived it remove what it left
+    assert not left_memory([driver.pid, *pids(run), *(child.pid for child in family)])
+
+
+def wait_for_step(root: Path, driver: subprocess.Popen[str], step: int) -> Path:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert driver.poll() is None, driver.stdout.read() if driver.stdout else ""
+        for run in root.glob("cluster-grpo-*"):
+            config = run / "config.yaml"
+            long = config.exists() and "steps: 500" in config.read_text() and not (run / "seen").exists()
+            if long and len(read_metrics(run)) >= step:
+                (run / "seen").touch()
+                return run
+        time.sleep(0.2)
+    raise AssertionError("the run did not reach its step")
+
+
+def test_with_vllm_bodies_the_reward_rises(root: Path) -> None:
+    result = train(
+        load_config(["experiment=cluster_grpo", "rl.steps=12", "rl.batch_per_replica=256", "tracking.display=none"]), run_dir=root
+    )
+    first, last = read_validation(result.run)[0], read_validation(result.run)[-1]
+    assert last["reward/mean"] > first["reward/mean"] + 0.2
+    assert (result.run / "logs" / "rollout-0" / "vllm.log").exists() and (result.run / "logs" / "rollout-1" / "vllm.log").exists()
+    assert gone(pids(result.run))
