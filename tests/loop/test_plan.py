@@ -45,17 +45,8 @@ def test_the_plan_of_one_process_is_a_screen(plan, folder: Path) -> None:
     assert "local: policy [1, 1], rollout [1, 1]; dp_world = 1 x 1 = 1" in text
     assert "8 optimizer steps of 64; rl.mini_batch_per_replica: 1, 2, 4, 8, 16, 32, 64, 128, 256, 512" in text
     assert "rl.micro_batch_per_replica: 1, 2, 4, 8, 16, 32, 64\n" in text
-    for term in (
-        "weights",
-        "gradients",
-        "Adam moments",
-        "activations",
-        "log-prob chunk",
-        "publication slots",
-        "KV cache",
-        "staging",
-    ):
-        assert f" {term} " in text
+    policy = ("weights", "gradients", "Adam moments", "activations", "log-prob chunk", "publication slots")
+    assert all(f" {term} " in text for term in (*policy, "engine weights", "KV cache", "staging"))
     assert "inproc: " in text and "assumed: links of 5 GB/s" in text
 
 

@@ -5,6 +5,7 @@ How far that is, by the program that a line calls:
     posttrain …      for real, in this process, in a folder with the files that the pages show. A training is made small: one step
                      of the hf engine on a tiny model, at most 8 new tokens. Where the line asks for an engine that does not run
                      in this process (vLLM), or for data of a hub, its config is composed and checked instead (`--cfg job`).
+                     A plan is of a tiny model, all else as it is.
                      Of a sweep the jobs are made, and the first is run
     python …         for real (a `--check` is added to the generator of the docs; benchmarks are only compiled)
     pytest …         the tests that it selects exist
@@ -133,6 +134,9 @@ def run_posttrain(arguments: list[str], small: Small) -> None:
         arguments = small_training(arguments, small)
     elif arguments[:2] == ["launch", "local"]:
         arguments = ["launch", *small_training(arguments[1:], small)]
+    elif arguments[0] == "plan" and "--help" not in arguments:
+        config = load_config([a for a in arguments[1:] if "=" in a]).config
+        arguments = [*arguments, *(value for value in small(config) if value.lstrip("~").startswith("model."))]
     elif "--step" in arguments:
         arguments[arguments.index("--step") + 1] = "1"
     if redirect:
