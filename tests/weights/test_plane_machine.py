@@ -42,7 +42,7 @@ APPLY_FAULTS = ("apply raises", "apply stalls", "apply dies")
 faults = st.dictionaries(  # of at most two lanes
     st.integers(0, LANES - 1), st.tuples(st.sampled_from(STAGE_FAULTS + APPLY_FAULTS), st.integers(0, BUCKETS - 1)), max_size=2
 )
-policies = st.sampled_from(["raise", "rebuild_and_retry", "drop_lane"])
+policies = st.sampled_from(["raise", "raise", "rebuild_and_retry", "drop_lane"])
 
 
 class FaultyTransport(InprocTransport):
@@ -163,7 +163,6 @@ class PlaneMachine(RuleBasedStateMachine):
 
     # ---- what may happen
 
-    @rule()
     def train(self) -> None:
         """The weights change in place, whatever lanes are pulling."""
         self.steps += 1
@@ -179,7 +178,14 @@ class PlaneMachine(RuleBasedStateMachine):
         self.snapshots[self.version] = {name: tensor.clone() for name, tensor in self.weights.items()}
         self.waiting.append(await self.plane.publish(self.version))
 
-    @rule(chosen=faults, policy=policies, meanwhile=st.integers(0, 2))
+    @rule(chosen=faults, policy=policies)
+    def update_while_training_waits(self, chosen: dict[int, tuple[str, int]], policy: str) -> None:
+        self.update(chosen, policy, 0)
+
+    @rule(chosen=faults, policy=policies, meanwhile=st.integers(1, 2))
+    def update_while_training_goes_on(self, chosen: dict[int, tuple[str, int]], policy: str, meanwhile: int) -> None:
+        self.update(chosen, policy, meanwhile)
+
     def update(self, chosen: dict[int, tuple[str, int]], policy: str, meanwhile: int) -> None:
         """A new publication to all lanes, healed ones too, while the trainer goes on and publishes."""
         for index, lane in enumerate(self.all_lanes):
@@ -215,9 +221,7 @@ class PlaneMachine(RuleBasedStateMachine):
         except (WeightSyncError, RunAborted) as exc:
             assert excused or "is not in the pool" in str(exc), f"it failed without a fault: {exc}"
             assert self.plane.version == before, "a failed update was advertised"
-            healed = [kind for kind, _ in chosen.values() if kind not in APPLY_FAULTS]
-            if policy == "rebuild_and_retry" and len(chosen) == 1 and not healed == ["slow"]:
-                raise AssertionError(f"one fault was not healed: {chosen}: {exc}") from exc
+            assert policy != "rebuild_and_retry" or len(chosen) != 1, f"one fault was not healed: {chosen}: {exc}"
         else:
             assert self.plane.version == version
             assert policy != "raise" or all(kind == "slow" for kind, _ in chosen.values()), "a fault went unnoticed"
@@ -281,4 +285,4 @@ class PlaneMachine(RuleBasedStateMachine):
 
 
 TestPlaneMachine = PlaneMachine.TestCase
-TestPlaneMachine.settings = settings(derandomize=True, max_examples=40, stateful_step_count=12, deadline=None)
+TestPlaneMachine.settings = settings(derandomize=True, max_examples=50, stateful_step_count=12, deadline=None)

@@ -212,11 +212,11 @@ class WeightPlane:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if not (failures := _failures(done)):
                 return None
-            answered = await self._tell_all(f"another lane failed: {_first(failures).message}")
+            answered = await self._stop(self.lanes, f"another lane failed: {_first(failures).message}")
             if pending:
                 done, pending = await asyncio.wait(tasks, timeout=self.config.abort_timeout_s)
         except asyncio.CancelledError:
-            await self._tell_all("the update was cancelled")
+            await self._stop(self.lanes, "the update was cancelled")
             raise
         finally:
             for task in tasks:
@@ -225,9 +225,9 @@ class WeightPlane:
         failed = next(lane for task, lane in tasks.items() if task in done and _failures([task]) == [origin])
         return failed, origin, answered
 
-    async def _tell_all(self, cause: str) -> set[str]:
-        """Abort every lane; the names of those that acknowledged it in time."""
-        told = {asyncio.ensure_future(lane.abort(cause)): lane for lane in self.lanes}
+    async def _stop(self, lanes: Iterable[LaneEnd], cause: str) -> set[str]:
+        """Abort lanes; the names of those that acknowledged it in time."""
+        told = {asyncio.ensure_future(lane.abort(cause)): lane for lane in lanes}
         done, pending = await asyncio.wait(told, timeout=self.config.abort_timeout_s)
         for task in pending:
             abandon(task)
@@ -255,7 +255,8 @@ class WeightPlane:
             elif isinstance(result, BaseException):
                 raise result
         if failures:
-            self._record(_first(list(failures.values())))
+            origin = self._record(_first(list(failures.values())))
+            await self._stop(failures, f"it did not answer: {origin.message}")  # one that failed by itself has nothing to stop
         return failures
 
     async def _rebuild_to(self, lane: LaneEnd, publication: Publication) -> None:
