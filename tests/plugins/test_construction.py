@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -79,12 +80,79 @@ def test_other_arguments_may_have_defaults() -> None:
 def test_each_kind_has_its_own_arguments() -> None:
     from posttrain.rollout.engine import Engine
 
-    whole = {name: lambda self: None for name in Engine.__abstractmethods__}
+    whole: dict[str, Any] = {name: FunctionType(vars(Engine)[name].__code__, {}) for name in Engine.__abstractmethods__}
     assert resolve("engines", type("Silent", (Engine,), whole))
     blind = type("Blind", (Engine,), {**whole, "__init__": lambda self, options=None: None})
     with pytest.raises(PluginError, match="has a constructor without spec") as caught:
         resolve("engines", blind)
     assert caught.value.fix == "define __init__(self, spec, options)"
+
+
+class NoSplit(Base):
+    def dataset(self) -> Any:  # type: ignore[override]
+        return []
+
+
+class MoreState(Base):
+    def compute_reward(self, state: Any, tokens: int, /) -> float:  # type: ignore[override]
+        return 1.0
+
+
+class NotAwaited(Base):
+    def finish_reward(self, state: Any, reward: Any) -> Any:
+        return reward
+
+
+@pytest.mark.parametrize(
+    ("cls", "message", "fix"),
+    [
+        (NoSplit, "has dataset(self), which is called with (split)", "write def dataset(self, split)"),
+        (
+            MoreState,
+            "has compute_reward(self, state, tokens, /), which is called with (state)",
+            "write def compute_reward(self, state)",
+        ),
+        (
+            NotAwaited,
+            "has finish_reward as a plain function, which is awaited",
+            "write async def finish_reward(self, state, reward)",
+        ),
+    ],
+)
+def test_a_method_takes_what_that_of_its_base_takes(cls: type, message: str, fix: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        resolve("envs", cls)
+    assert (caught.value.message, caught.value.fix) == (f"environment '{cls.__name__}' {message}", fix)
+    assert caught.value.code == "plugin-type"
+
+
+def test_a_method_may_take_more_with_a_default_be_static_or_a_coroutine() -> None:
+    class Wide(Base):
+        def dataset(self, split: Any, shuffled: bool = False) -> Any:
+            return []
+
+        def format_prompt(self, *tasks: Any) -> Any:  # type: ignore[override]
+            return ""
+
+        @staticmethod
+        def env_response(state: Any) -> Any:  # type: ignore[override]
+            return None
+
+        async def compute_reward(self, state: Any) -> float:
+            return 1.0
+
+    assert resolve("envs", Wide) is Wide
+
+
+def test_arguments_by_name_are_named() -> None:
+    from posttrain_datapackers.preference import PreferencePacker
+
+    class Short(PreferencePacker):
+        def get_preference_input(self, pair: Any, max_len: int) -> Any:  # type: ignore[override]
+            return None
+
+    with pytest.raises(PluginError, match=r"\(self, pair, max_len\), which is called with \(pair, \*, max_len"):
+        resolve("datapackers", Short)
 
 
 def test_every_built_in_passes() -> None:

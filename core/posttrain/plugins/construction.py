@@ -6,8 +6,9 @@
             length: int = 5  # letters of a word
 
 posttrain makes every plug-in itself, from checked options. So a constructor takes `options` (and what `Kind.init` names) and says
-so: with `*args` or `**kwargs` a wrong option would be taken silently. An environment travels to the processes that compute
-rewards, so it must be picklable. Each check gives `(what is wrong, how to fix it)`, or None.
+so: with `*args` or `**kwargs` a wrong option would be taken silently. Its methods take what those of the base class take. An
+environment travels to the processes that compute rewards, so it must be picklable. Each check gives `(what is wrong, how to fix
+it)`, or None.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import inspect
 import pickle
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from posttrain.plugins.kinds import Kind
@@ -43,6 +45,26 @@ def constructor_fault(kind: Kind, cls: type) -> Fault | None:
     extra = [p.name for p in parameters if p.default is p.empty and p.name not in kind.init]
     if extra:
         return f"has a constructor that needs {' and '.join(extra)}", f"make it an option: a field of its Options; {wanted}"
+    return None
+
+
+def method_fault(kind: Kind, cls: type) -> Fault | None:
+    """A method that cannot be called as that of the base class is: it takes other arguments, or is not awaited."""
+    for name, original in vars(kind.base_class).items():
+        own = inspect.getattr_static(cls, name)
+        if name.startswith("_") or own is original or not (inspect.isfunction(own) and inspect.isfunction(original)):
+            continue
+        given = list(inspect.signature(original).parameters.values())
+        by_name = {p.name: None for p in given if p.kind is p.KEYWORD_ONLY}
+        coroutine = inspect.iscoroutinefunction(original)
+        fix = f"write {'async ' * coroutine}def {name}({_named(given)})"
+        taken = inspect.signature(own)
+        try:
+            taken.bind(*[None] * (len(given) - len(by_name)), **by_name)
+        except TypeError:
+            return f"has {name}({_named(taken.parameters.values())}), which is called with ({_named(given[1:])})", fix
+        if coroutine and not inspect.iscoroutinefunction(own):
+            return f"has {name} as a plain function, which is awaited", fix
     return None
 
 
@@ -117,6 +139,12 @@ def _unpicklable(value: Any) -> str | None:
     except Exception as exc:
         return f"{type(exc).__name__}: {exc}"
     return None
+
+
+def _named(parameters: Iterable[inspect.Parameter]) -> str:
+    """Parameters as they are written, without types and defaults."""
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+    return str(inspect.Signature(bare))[1:-1]
 
 
 def _annotated(owner: type) -> set[str]:

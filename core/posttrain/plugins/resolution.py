@@ -20,7 +20,7 @@ from posttrain.deprecation import PosttrainDeprecationWarning
 from posttrain.errors import error
 from posttrain.plugins import kinds, problems
 from posttrain.plugins.capabilities import capability_fault
-from posttrain.plugins.construction import constructor_fault, dataclass_fault, options_fault
+from posttrain.plugins.construction import constructor_fault, dataclass_fault, method_fault, options_fault
 from posttrain.plugins.discovery import PluginInfo, discover, normalised
 from posttrain.plugins.kinds import Kind, kind_of, speaks
 from posttrain.plugins.objects import PREFIX, held
@@ -113,7 +113,7 @@ def validate(kind: Kind, ref: str, info: PluginInfo | None, loaded: Any, where: 
         raise problems.wrong_api(kind, ref, info, api, file, where)
     if api < kinds.API:
         _say_previous(kind, ref, info, api)
-    if fault := constructor_fault(kind, loaded):
+    if fault := constructor_fault(kind, loaded) or method_fault(kind, loaded):
         raise problems.wrong_type(kind, ref, info, fault[0], file, where, fix=fault[1])
     if fault := options_fault(loaded):
         raise problems.bad_options(kind, ref, info, fault, file, where)
