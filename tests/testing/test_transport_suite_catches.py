@@ -106,7 +106,10 @@ class ReadsOfTheDead(ShmTransport):
     """Goes on with the memory that a killed publisher left."""
 
     def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
-        copy_pieces(attach(handle["path"]).buffer, pieces, into.buffer)
+        path = handle["path"]
+        if path not in self._attached:
+            self._attached[path] = attach(path)
+        copy_pieces(self._attached[path].buffer, pieces, into.buffer)
 
 
 BROKEN: dict[str, tuple[type[Transport], str]] = {

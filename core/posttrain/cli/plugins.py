@@ -106,5 +106,6 @@ def _doctor(args: argparse.Namespace) -> int:
             print(f"     {finding.problem}\n     fix: {finding.fix}")
     optional = sum(finding.optional for finding in findings)
     broken = sum(bool(finding.problem) for finding in findings) - optional
-    print(f"{len(findings)} plug-in{'s' * (len(findings) != 1)}, {broken} broken" + (f", {optional} optional and not installed" if optional else ""))
+    absent = f", {optional} optional and not installed" if optional else ""
+    print(f"{len(findings)} plug-in{'s' * (len(findings) != 1)}, {broken} broken{absent}")
     return EXIT_CONFIG if broken or not findings else EXIT_OK
