@@ -77,7 +77,7 @@ def test_plugins_doctor(capsys, fake_distribution) -> None:
     assert run("plugins", "doctor", "broken") == 2
     text = capsys.readouterr().out
     assert (
-        "needs 'not_there', which is missing" in text and "fix: pip install not_there" in text and "1 plug-ins, 1 broken" in text
+        "needs 'not_there', which is missing" in text and "fix: pip install not_there" in text and "1 plug-in, 1 broken" in text
     )
     assert run("plugins", "doctor", "nosuch") == 2
 
