@@ -77,7 +77,7 @@ def environment_variables() -> set[str]:
         source = path.read_text(encoding="utf-8")
         if "os.environ" in source or "os.getenv" in source:
             constants = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
-            found |= {c for c in constants if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", c)}
+            found |= {c for c in constants if re.fullmatch(r"(?!SC_|MAP_)[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", c)}  # sysconf, mmap
     return found
 
 

@@ -16,7 +16,6 @@ import asyncio
 import copy
 import inspect
 import json
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from posttrain.plugins.capabilities import declared
 from posttrain.rollout.rewards import as_reward
 from posttrain.rollout.scoring import Scorer
 from posttrain.testing.answers import HOSTILE, contradictions, spoilt
+from posttrain.testing.coroutines import cancelled, longest_pause
 from posttrain.testing.elsewhere import rows_elsewhere
 from posttrain.testing.laws import by_value, changed, has_state, kept, state_of, survives_a_crash, travelled
 from posttrain.testing.slow import SlowAsyncEnvironment, SlowEnvironment
@@ -246,7 +246,7 @@ class EnvContract:
 
     def test_a_coroutine_lets_the_others_run(self, env: Environment) -> None:
         for name, call in self._coroutines(env):
-            longest = asyncio.run(_longest_pause(call))
+            longest = asyncio.run(longest_pause(call))
             assert longest < self.blocking_s, (
                 f"{name} is a coroutine and blocks the event loop for {longest:.1f} s: await what waits, "
                 "or make it a plain function, which runs in a process of its own"
@@ -255,7 +255,7 @@ class EnvContract:
     def test_a_cancelled_coroutine_leaves_nothing(self, env: Environment) -> None:
         for name, call in self._coroutines(env):
             for turns in (1, 2, 3, 5, 10):
-                problem = asyncio.run(_cancelled(call, turns))
+                problem = asyncio.run(cancelled(call, turns))
                 assert not problem, f"{name}, cancelled: {problem}"
 
     # --- the rest -----------------------------------------------------------------------------------------------------
@@ -373,42 +373,3 @@ class EnvContract:
 
 def _worth(reward: Reward) -> tuple[float | None, dict[str, float]]:
     return reward.total, dict(reward.parts)
-
-
-async def _longest_pause(call: Callable[[], Any]) -> float:
-    """Seconds during which nothing else ran on the event loop while `call` did."""
-    pauses = [0.0]
-
-    async def tick() -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.01)
-            pauses.append(time.perf_counter() - before)
-
-    ticker = asyncio.create_task(tick())
-    await asyncio.sleep(0.02)
-    await call()
-    await asyncio.sleep(0.02)
-    ticker.cancel()
-    return max(pauses)
-
-
-async def _cancelled(call: Callable[[], Any], turns: int) -> str:
-    """What is wrong after the call was cancelled when it had `turns` turns on the event loop; "" for nothing."""
-    task = asyncio.ensure_future(call())
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    if task.done():
-        return ""
-    task.cancel()
-    _, pending = await asyncio.wait({task}, timeout=5.0)
-    if pending:
-        return "it goes on for more than 5 s. Let CancelledError through"
-    if not task.cancelled() and task.exception() is None:
-        return "it went on and gave a result. Let CancelledError through: catch Exception, not BaseException"
-    for _ in range(3):
-        await asyncio.sleep(0)
-    left = [other for other in asyncio.all_tasks() if other is not asyncio.current_task()]
-    for other in left:
-        other.cancel()
-    return f"it left {len(left)} task(s) running. End them in a finally, or use asyncio.TaskGroup" if left else ""
