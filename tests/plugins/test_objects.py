@@ -124,3 +124,33 @@ def test_a_module_that_no_other_process_finds_travels_by_value(tmp_path: Path, m
     code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)('x'))"
     done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(module.score), capture_output=True, check=True)
     assert done.stdout.strip() == b"5.0"
+
+
+def test_the_options_of_a_file_can_be_read_after_an_object_of_it_came_back(tmp_path) -> None:
+    """cloudpickle gives back the class that it sent, and overwrites what the class holds."""
+    import cloudpickle
+
+    from posttrain.plugins import load
+
+    (tmp_path / "sums.py").write_text(FILE)
+    sent = load("envs", f"{tmp_path}/sums.py:Sums", size=3)
+    back = cloudpickle.loads(cloudpickle.dumps(sent))
+    assert type(back) is type(sent) and back.options == sent.options
+    assert load("envs", f"{tmp_path}/sums.py:Sums", size=4).options.size == 4
+
+
+FILE = """
+from dataclasses import dataclass
+from posttrain import Environment
+
+class Sums(Environment):
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        size: int = 5
+
+    def dataset(self, split):
+        return []
+
+    def compute_reward(self, state):
+        return 1.0
+"""

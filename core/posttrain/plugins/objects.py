@@ -12,6 +12,8 @@ A config is text. `References.of` gives the text that names an object:
 
 from __future__ import annotations
 
+import copyreg
+import dataclasses
 import inspect
 import re
 import sys
@@ -26,6 +28,10 @@ from posttrain.errors import ConfigError
 PREFIX = "object:"
 
 _held: dict[str, Any] = {}
+
+# A class that travels as it is and comes back is the same class, with what its copy brought: the mark of a field without a
+# default must be the same one, too, or the dataclass (the Options of a plug-in in a file) can no longer be read here.
+copyreg.pickle(type(dataclasses.MISSING), lambda mark: "MISSING")
 
 
 class References:
