@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.plugins.scaffold import DRAFTS, files
+from posttrain.testing import EnvContract
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "write-a-plugin.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```text\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
@@ -53,3 +55,25 @@ def test_new_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_page_has_every_kind_and_how_it_is_selected() -> None:
     rows = re.findall(r"^\| `(\w+) NAME` \|.*\| `([^|]+)` \|$", PAGE, flags=re.MULTILINE)
     assert dict(rows) == {draft: about.selection.replace("$name", "NAME") for draft, about in DRAFTS.items()}
+
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "write_a_plugin"
+TRANSCRIPT = (EXAMPLE / "transcript.txt").read_text(encoding="utf-8")
+
+
+def test_the_transcript_is_the_script_s_and_says_what_the_page_says() -> None:
+    """What was typed is what the script types, and every broken form is told there as on the page."""
+    script = (EXAMPLE / "write_a_plugin.sh").read_text(encoding="utf-8")
+    shown = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", TRANSCRIPT, flags=re.MULTILINE)]
+    typed = re.findall(r'^  (type_|break_) "(.*)"$', script, flags=re.MULTILINE)
+    assert len(shown) == sum(1 if name == "type_" else 2 for name, _ in typed) - 2, "two lines are those of break_ itself"
+    assert [line for line in shown if line[:2] == ["posttrain", "new"]] == [["posttrain", "new", "env", "my-sums"]]
+    errors = [plain(block) for block in SHOWN if block.startswith("error: environment") or "no environment named" in block]
+    assert len(errors) == len(BROKEN) and not [block for block in errors if block not in plain(TRANSCRIPT)]
+    trained = next(block for block in SHOWN if block.startswith("$ pip install"))
+    assert not [line for line in trained.splitlines() if line not in TRANSCRIPT.splitlines()]
+
+
+def test_the_transcript_has_the_laws_that_there_are() -> None:
+    laws = [name for name in vars(EnvContract) if name.startswith("test_")]
+    assert f"\n{len(laws)} laws: " in TRANSCRIPT and f"\n{len(laws)} laws: " in PAGE
