@@ -6,6 +6,8 @@ The tests of one class share one engine and run in order; the last ones break it
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class Rig:
 
     def __init__(self, model: Any, folder: Path, **config: Any) -> None:
         self.model, self.runner = model, asyncio.Runner()
+        self.first, self.changes = [parameter.detach().clone() for parameter in model.parameters()], 0
         self.engine = VllmEngine(EngineSpec(str(folder), "float32", 256, 64, (1,), log_dir=folder / "logs"))
         self.config = WeightsConfig(bucket_bytes=8192, **config)
         canary = Canary(self.score, make_probe(40), self.config, dtype="float32")
@@ -56,14 +59,14 @@ class Rig:
 
     @torch.no_grad()
     def change(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+        """Other weights, all at the same distance from the first; summed up, changes would make log-probs that fp32 rounds."""
+        self.changes += 1
+        for parameter, first in zip(self.model.parameters(), self.first, strict=True):
+            noise = torch.Generator().manual_seed(parameter.numel() + 1_000_003 * self.changes)
+            parameter.copy_(first + 0.1 * torch.randn(parameter.shape, generator=noise))
 
     def generate(self, *requests: Request) -> list[Completion]:
-        async def collect() -> list[Completion]:
-            return [completion async for completion in self.engine.generate(requests)]
-
-        return self.run(collect())
+        return self.run(collect(self.engine, *requests))
 
     def gap(self, request: Request, completions: list[Completion]) -> float:
         scored = self.score([[*request.prompt_ids, *c.token_ids] for c in completions], request.sampling.temperature)
@@ -149,6 +152,65 @@ class TestUntied:
     def test_the_parameters_it_takes_are_those_that_the_policy_has(self, rig: Rig) -> None:
         assert rig.engine.parameters() == {name: tuple(p.shape) for name, p in rig.model.named_parameters()}
 
+    @pytest.mark.parametrize("fault", ["raise", "stall", "corrupt", "partial"])
+    def test_a_fault_before_the_vote_touches_nothing(self, rig: Rig, fault: str) -> None:
+        """The request that runs meanwhile, and those after it, are served by the old weights; the next update heals."""
+        lane, version, request = rig.plane.lanes[0], rig.plane.version, ask("before", temperature=0.0)
+        (before, _), middle, long = rig.generate(request), lane.lane.plan.buckets[-1].index // 2, ask("long", max_tokens=200)
+        gate, pull = threading.Event(), lane._transport.pull
+
+        def faulty(handle: Any, pieces: Any, into: Any) -> None:
+            if lane.at != middle:
+                return pull(handle, pieces, into)
+            if fault == "raise":
+                raise RuntimeError("injected fault")
+            if fault == "stall":
+                gate.wait(60)
+            if fault != "partial":
+                pull(handle, pieces, into)
+            if fault == "corrupt":
+                into.buffer[pieces[-1].target] ^= 1
+
+        async def work() -> list[Completion]:
+            running = asyncio.ensure_future(collect(rig.engine, long))
+            with pytest.raises(WeightSyncError, match=f"lane rollout-0.*(\n.*)*bucket {middle} of policy rank 0"):
+                await rig.plane.sync(version + 1)
+            return await running
+
+        rig.change()
+        lane._transport.pull = faulty
+        rig.plane.config = dataclasses.replace(rig.config, stage_timeout_s=3.0 if fault == "stall" else 120.0)
+        during = rig.run(work())
+        gate.set()
+        lane._transport.pull, rig.plane.config = pull, rig.config
+        assert {v for c in during for v in c.versions} == {version} == {rig.plane.version}
+        after, _ = rig.generate(request)
+        assert after.token_ids == before.token_ids and set(after.versions) == {version}
+        assert max(abs(a - b) for a, b in zip(after.logprobs, before.logprobs, strict=True)) < 1e-4
+        rig.run(rig.plane.sync(version + 2))
+        assert rig.gap(ask("healed"), rig.generate(ask("healed"))) < 1e-4
+
+    def test_a_worker_killed_while_it_loads_is_rebuilt_to_the_trainer_s_weights(self, rig: Rig) -> None:
+        engine, version = rig.engine, rig.plane.version + 1
+        worker, rpc = engine._processes[-1], engine._rpc
+
+        async def kill(llm: Any, method: str, **kwargs: Any) -> None:
+            if method == "update_weights" and worker.is_running():
+                worker.kill()
+            await rpc(llm, method, **kwargs)
+
+        rig.change()
+        engine._rpc = kill
+        rig.plane.config = dataclasses.replace(rig.config, on_failure="rebuild_and_retry")
+        rig.run(rig.plane.sync(version))
+        rig.plane.config, engine._rpc = rig.config, rpc
+        failure = rig.plane.last_failure
+        assert failure.peer == "rollout-0" and failure.phase == "apply" and "vllm.log" in failure.cause
+        assert not worker.is_running()
+        request = ask("rebuilt")
+        completions = rig.generate(request)
+        assert rig.gap(request, completions) < 1e-4 and {v for c in completions for v in c.versions} == {version}
+
     def test_a_late_epoch_is_refused_by_the_worker_too(self, rig: Rig) -> None:
         """Two bodies on one worker: their epochs cross (E27). The engine cannot be trusted afterwards, and is rebuilt."""
         staged = stage(rig.model.named_parameters(), version=99, epoch=1)
@@ -215,6 +277,10 @@ class TestTied:
         with pytest.raises(RunInterrupted, match="the vLLM engine died") as caught:
             rig.run(work())
         assert "vllm.log" in caught.value.cause and caught.value.retryable
+
+
+async def collect(engine: VllmEngine, *requests: Request) -> list[Completion]:
+    return [completion async for completion in engine.generate(requests)]
 
 
 async def cached_tokens(engine: VllmEngine, request: Request) -> int:
