@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 from fault_rig import (
     LANES,
+    LONG_S,
     PROMPT,
     RANKS,
+    STALL_S,
     Fault,
     Here,
     LaneRole,
@@ -39,7 +41,7 @@ PRELOAD = [
     "torch", "posttrain.policy.sharding", "posttrain.rollout.engine", "posttrain.types", "posttrain.weights.plane",
     "posttrain.weights.shm",
 ]  # fmt: skip
-SLACK_S = 2.0
+SLACK_S = 5.0
 """What a busy machine may add to a deadline."""
 
 
@@ -106,7 +108,6 @@ class Matrix:
 
     def __init__(self, transport: str) -> None:
         self.transport, self.runner = transport, asyncio.Runner()
-        self.stall_s = 1.0 if transport == "nixl" else 0.3  # the first contact of two agents takes a while
         make: Any = Here if transport == "inproc" else Worker
         if transport != "inproc":
             multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
@@ -159,7 +160,7 @@ class Matrix:
             seconds, text = time.perf_counter() - began, str(exc)
         else:
             raise AssertionError(f"{cell}: the update went through")
-        limit = (self.stall_s if cell.kind == "stall" else 0.0) + SLACK_S
+        limit = (STALL_S if cell.kind == "stall" else 0.0) + SLACK_S
         assert seconds < limit, f"{cell} took {seconds:.2f} s"
         assert cell.peer in text, f"{cell}: the peer is not named:\n{text}"
         # the bucket at which either lane first found the rank dead; every other fault is at one bucket of one peer
@@ -229,7 +230,7 @@ class Matrix:
             assert not (await lane.report())["gone"], f"{cell}: {lane.name} still maps the memory of a dead rank"
 
     async def _works(self, policy: str) -> None:
-        await self._train(policy, stalls=False)
+        await self._train(policy)
         await self._sync()
         await self._all_serve(self.lanes)
 
@@ -292,15 +293,15 @@ class Matrix:
     async def _sync(self) -> None:
         await self.plane.sync(self.version)
 
-    async def _train(self, policy: str, *, stalls: bool) -> None:
+    async def _train(self, policy: str) -> None:
         """The policy moves on: the weights of the next version are nothing like those before."""
         self.version += 1
-        self.plane.config = self._config(policy, stalls=stalls)
+        self.plane.config = self._config(policy)
         for rank in self.ranks:
-            await rank.train(self.version, self.plane.config.stage_timeout_s)
+            await rank.train(self.version)
 
     async def _arm(self, cell: Cell, policy: str) -> None:
-        await self._train(policy, stalls=cell.kind == "stall")
+        await self._train(policy)
         fault = Fault(cell.kind, cell.phase, cell.bucket)
         peer = next(p for p in (*self.ranks, *self.lanes) if p.name == cell.peer)
         if cell.kind == "owner dies":  # the first lane sees it: it pulls, and the rank is gone
@@ -318,10 +319,9 @@ class Matrix:
             found, wanted = await lane.logprobs([list(PROMPT)]), expected_logprobs(self.version, [list(PROMPT)])
             assert found == wanted, "not exactly the trainer's weights"
 
-    def _config(self, policy: str, *, stalls: bool = False) -> WeightsConfig:
-        limit = self.stall_s if stalls else 20.0
+    def _config(self, policy: str) -> WeightsConfig:
         return WeightsConfig(
-            on_failure=policy, stage_timeout_s=limit, apply_timeout_s=limit, abort_timeout_s=1.0, rebuild_timeout_s=20.0,
+            on_failure=policy, stage_timeout_s=LONG_S, apply_timeout_s=LONG_S, abort_timeout_s=1.0, rebuild_timeout_s=LONG_S,
             canary_every=1,
         )  # fmt: skip
 

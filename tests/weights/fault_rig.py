@@ -31,6 +31,7 @@ from posttrain.weights.transport import Transport
 
 RANKS, LANES = 2, 2
 BUCKET_BYTES = 1024
+LONG_S, STALL_S = 20.0, 0.3
 PROMPT = (3, 1, 4)
 
 # ---- faults
@@ -60,6 +61,10 @@ class Trap:
     def disarm(self) -> None:
         self.fault = None
         self.gate.set()
+
+    def deadline(self, timeout: float) -> float:
+        """A peer that will stall has a short one; the others keep theirs, on a busy machine too."""
+        return STALL_S if self.fault is not None and self.fault.kind == "stall" else timeout
 
     def take(self, phase: str, bucket: int, *kinds: str) -> str | None:
         found = self.fault
@@ -183,10 +188,11 @@ class RankRole:
             start, stop = chunk(tuple(tensor.shape), RANKS, self.pool.rank)
             yield LocalWeight(name, tuple(tensor.shape), start, tensor.reshape(-1)[start:stop])
 
-    async def train(self, version: int, timeout_s: float) -> None:
-        self.pool.trained, self.publisher.timeout_s = version, timeout_s
+    async def train(self, version: int) -> None:
+        self.pool.trained = version
 
     async def publish(self, version: int):
+        self.publisher.timeout_s = self.trap.deadline(LONG_S)
         return await self.publisher.publish(version)
 
     async def retract(self, version: int) -> None:
@@ -203,8 +209,7 @@ class RankRole:
 
     async def disarm(self) -> None:
         self.trap.disarm()
-        if self.pool._writing.acquire(timeout=5):
-            self.pool._writing.release()
+        self.pool._idle.wait(5)
 
     async def report(self) -> dict[str, Any]:
         return {"held": sum(s.holders for s in self.pool._slots), "slots": len(self.pool._slots)}
@@ -252,10 +257,10 @@ class LaneRole:
         await self.engine.start()
 
     async def stage(self, publication, *, timeout: float) -> None:
-        await self.receiver.stage(publication, timeout=timeout)
+        await self.receiver.stage(publication, timeout=self.trap.deadline(timeout))
 
     async def commit(self, *, timeout: float) -> None:
-        await self.receiver.commit(timeout=timeout)
+        await self.receiver.commit(timeout=self.trap.deadline(timeout))
 
     async def abort(self, cause: str) -> None:
         await self.receiver.abort(cause)

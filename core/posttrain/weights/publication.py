@@ -113,7 +113,8 @@ class PublicationPool:
     ) -> None:
         self._transport, self._bucket_bytes, self._dtype, self._shards, self.rank = transport, bucket_bytes, dtype, shards, rank
         self._slots: list[_Slot] = []
-        self._writing, self._state = threading.Lock(), threading.Lock()
+        self._state, self._idle = threading.Lock(), threading.Event()
+        self._idle.set()
         self._unwanted: int | None = None
         self.plan: BucketPlan | None = None
         self.version = -1
@@ -142,8 +143,10 @@ class PublicationPool:
             raise WeightSyncError(
                 f"{self.peer}: publication {version} does not advance past {self.version}", cause="versions are monotonic"
             )
-        if not self._writing.acquire(blocking=False):
-            raise WeightSyncError(f"{self.peer}: the publication before {version} is still being written")
+        with self._state:
+            if not self._idle.is_set():
+                raise WeightSyncError(f"{self.peer}: the publication before {version} is still being written")
+            self._idle.clear()
         try:
             self._unwanted = self.at = None
             slot = self._free_slot()
@@ -156,7 +159,7 @@ class PublicationPool:
                 slot.publication, self.version = publication, version
             return publication
         finally:
-            self._writing.release()
+            self._idle.set()
 
     def retract(self, version: int, *, timeout: float = 0.0) -> None:
         """Take back `version`, which nobody was told of: its slot is free again, and one that is being written stops.
@@ -168,8 +171,7 @@ class PublicationPool:
             for slot in self._slots:
                 if slot.publication is not None and slot.publication.version == version and not slot.holders:
                     slot.publication, self.version = None, version - 1
-        if timeout and self._writing.acquire(timeout=timeout):
-            self._writing.release()
+        self._idle.wait(timeout)
 
     def hold(self, version: int) -> None:
         """A lane starts to pull `version`: its slot stays as it is until released."""
