@@ -40,7 +40,7 @@ SMALL = [
     "validation.every=0",
     "checkpoint.every=1",
     "checkpoint.keep_last=null",
-    "grid.heartbeat_timeout_s=6",
+    "grid.heartbeat_timeout_s=15",
     "loop.train_timeout_s=120",
     "tracking.display=none",
 ]
@@ -168,6 +168,24 @@ def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, 
     assert gone(pids(run)) and not left_memory(pids(run))
     resumed = start(root, "hooks=[]", resume=run)  # what was done before is not lost
     assert read_metrics(resumed.run)[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("when", ["trajectory_scored", "before_publish"])
+def test_a_dead_replica_is_replaced_where_the_config_says_so(root: Path, whole: Any, when: str) -> None:
+    """Its prompts go to the other one with the same seeds, so that the run's numbers are those of the undisturbed one."""
+    options = f"{{role: rollout-0, when: {when}, step: 2}}"
+    healed = start(root, "weights.on_failure=rebuild_and_retry", f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]")
+    for theirs, ours in zip(read_metrics(whole.run), read_metrics(healed.run), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+    roles = json.loads((healed.run / "logs" / "roles.json").read_text())
+    assert "rollout-0 runs again, in a new process" in (healed.run / "logs" / "driver.log").read_text()
+    assert gone([role["pid"] for role in roles.values()])
+
+
+def test_a_run_goes_on_without_a_replica_where_the_config_says_so(root: Path, whole: Any) -> None:
+    options = "{role: rollout-1, when: before_publish, step: 2}"
+    smaller = start(root, "weights.on_failure=drop_lane", f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]")
+    assert [row["reward/mean"] for row in read_metrics(smaller.run)] == [row["reward/mean"] for row in read_metrics(whole.run)]
 
 
 def test_a_run_that_needs_more_than_the_cluster_has_ends_before_anything_loads(root: Path) -> None:

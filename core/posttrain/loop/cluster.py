@@ -10,6 +10,7 @@ that the folder for runs is shared, and that each node has the plug-ins that the
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -53,6 +54,7 @@ class Hosting:
     fleet: Fleet
     _stack: ExitStack
     _common: dict[str, Any]
+    _say: Callable[[str], None]
     _ranks: list[Any] = field(default_factory=list)
 
     def policy(self, model: str) -> PolicyGroup:
@@ -79,9 +81,12 @@ class Hosting:
                 "compare_bytes": config.weights.verify_weight_values,
             }  # fmt: skip
             self._add(seat, "posttrain.rollout.body:RolloutBody", kwargs, ["engines"])
-        remotes = self._begin("rollout")
-        lanes = [RemoteLane(remote, config.weights.rebuild_timeout_s) for remote in remotes]
-        return Replicas(lanes, start_timeout_s=config.rollout.start_timeout_s)
+        may_lose = config.weights.on_failure != "raise"
+        lanes = []
+        for remote in self._begin("rollout"):
+            remote.spare = may_lose
+            lanes.append(RemoteLane(remote, config.weights.rebuild_timeout_s, functools.partial(self._respawn, remote.name)))
+        return Replicas(lanes, start_timeout_s=config.rollout.start_timeout_s, may_lose=may_lose, say=self._say)
 
     def close(self) -> None:
         """End every role, then the connection; nothing of theirs is left on this machine. Idempotent."""
@@ -94,6 +99,11 @@ class Hosting:
         refs = tuple(ref for ref in plugin_refs(self.config) if ref.kind in (*kinds, "datapackers", "transports"))
         spec = RoleSpec(seat.name, factory, kwargs, warm=transport(self.config) == "nixl", plugins=refs, **self._common)
         self.fleet.add(spec, seat)
+
+    def _respawn(self, name: str) -> None:
+        self.fleet.replace(name, self.config.grid.start_timeout_s)
+        self._write_roles()
+        self._say(f"{name} runs again, in a new process")
 
     def _write_roles(self) -> None:
         """`logs/roles.json`: who runs where, for whoever looks at a process or a log."""
@@ -125,7 +135,7 @@ def open_cluster(config: RunConfig, run_dir: RunDir, say: Callable[[str], None])
         }  # fmt: skip
         owner = "its own Ray cluster" if cluster.own else f"the Ray cluster at {cluster.address}"
         say(f"grid: {grid.policy[1]} policy rank(s), {grid.rollout[0]} rollout replica(s) on {cluster.nodes} node(s) of {owner}")
-        return Hosting(config, cluster, plan, Fleet(cluster, config.grid.heartbeat_timeout_s), stack.pop_all(), common)
+        return Hosting(config, cluster, plan, Fleet(cluster, config.grid.heartbeat_timeout_s), stack.pop_all(), common, say)
 
 
 def transport(config: RunConfig) -> str:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from posttrain.placement.cluster import Cluster, Seat
 
 LOG_LINES = 5
+PERIOD_S = 2.0
+"""Seconds between heartbeats."""
+
 _RANKS_OF_BLAME = {"role-died": 0, "policy-rank-lost": 2}
 """By code: a death explains everything else, the loss of a peer explains nothing."""
 
@@ -36,10 +39,12 @@ DEATH_GRACE_S = 3.0
 
 @dataclass(eq=False)
 class Remote:
-    """One role. `place` is known once it has begun."""
+    """One role. place: known once it has begun.   spare: the run can go on without it, so its death ends nothing by itself."""
 
     spec: RoleSpec
+    seat: Seat
     actor: Any
+    spare: bool = False
     place: Place | None = None
     ended: bool = False
     _seen: float = field(default_factory=time.monotonic)
@@ -139,8 +144,20 @@ class Fleet:
     heartbeat_timeout_s: float
     roles: dict[str, Remote] = field(default_factory=dict)
 
-    def add(self, spec: RoleSpec, seat: Seat) -> Remote:
+    def add(self, spec: RoleSpec, seat: Seat, *, spare: bool = False) -> Remote:
         """Place a role in its seat. Nothing of it runs before `begin`."""
+        self.roles[spec.name] = Remote(spec, seat, self._actor(spec, seat), spare)
+        return self.roles[spec.name]
+
+    def replace(self, name: str, timeout: float) -> None:
+        """A new process for a role that is gone, in the same seat; begun, and known under the same `Remote`."""
+        role = self.roles[name]
+        role.kill()
+        role.actor, role.place = self._actor(role.spec, role.seat), None
+        self.begin([name], timeout)
+        role.ended, role._seen = False, time.monotonic()
+
+    def _actor(self, spec: RoleSpec, seat: Seat) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -150,8 +167,7 @@ class Fleet:
             max_concurrency=1000,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.cluster.group, placement_group_bundle_index=seat.bundle),
         )
-        self.roles[spec.name] = Remote(spec, actor.remote(spec))
-        return self.roles[spec.name]
+        return actor.remote(spec)
 
     def begin(self, names: Sequence[str], timeout: float) -> None:
         """Build these roles where they were placed, side by side. Raises what building the first that failed raised."""
@@ -162,21 +178,22 @@ class Fleet:
 
     async def watch(self) -> None:
         """Ask every role for a heartbeat, for ever. Raises as soon as one is dead, or silent for too long (it is then killed)."""
-        period = self.heartbeat_timeout_s / 6
-        await first_failure([self._watch(role, period) for role in self.roles.values()])
+        await first_failure([self._watch(role) for role in self.roles.values()])
 
-    async def _watch(self, role: Remote, period: float) -> None:
-        while not role.ended:
+    async def _watch(self, role: Remote) -> None:
+        period = min(self.heartbeat_timeout_s / 6, PERIOD_S)
+        while True:
+            await asyncio.sleep(period)
+            if role.ended or role.place is None:  # killed by us; it may be replaced
+                continue
             try:
                 await role.beat(self.heartbeat_timeout_s)
-            except TimeoutError:
-                role.kill()
-                raise role.stuck(time.monotonic() - role._seen) from None
-            except RunInterrupted:
+            except (TimeoutError, RunInterrupted) as exc:
                 if role.ended:
-                    return
-                raise
-            await asyncio.sleep(period)
+                    continue
+                role.kill()
+                if not role.spare:
+                    raise (role.stuck(time.monotonic() - role._seen) if isinstance(exc, TimeoutError) else exc) from None
 
     def close(self) -> None:
         """End every role."""

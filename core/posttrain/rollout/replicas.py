@@ -1,17 +1,19 @@
 """Rollout bodies in other processes, driven as one: their lanes for the weight plane, their engines as one generator.
 
 The requests of a batch are dealt to the replicas in order, the first ones a request longer: a replica's share is its data cell,
-and a group never straddles two cells. A replica that is no longer there (its lane was dropped) gets no share.
+and a group never straddles two cells. A replica that is no longer there (its lane was dropped) gets no share. Where
+`weights.on_failure` says that a run may lose one, what it owed is asked of the others, with the same seeds, and the next update
+of the weights replaces it, or goes on without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from posttrain.errors import WeightSyncError
+from posttrain.errors import RunInterrupted, WeightSyncError
 from posttrain.weights.publication import Publication
 
 if TYPE_CHECKING:
@@ -24,10 +26,14 @@ GRACE_S = 10.0
 
 @dataclass(eq=False)
 class RemoteLane:
-    """The `LaneEnd` of a `RolloutBody` in another process. rebuild_timeout_s: of a new engine."""
+    """The `LaneEnd` of a `RolloutBody` in another process.
+
+    respawn: puts a new process in the place of one that is gone   rebuild_timeout_s: of a new engine
+    """
 
     remote: Remote
     rebuild_timeout_s: float
+    respawn: Callable[[], None]
     proved: bool = False
     invalid: str = ""
     at: int | None = None
@@ -35,6 +41,11 @@ class RemoteLane:
 
     def __post_init__(self) -> None:
         self.name = self.remote.name
+
+    @property
+    def serving(self) -> bool:
+        """Whether it may be asked to generate."""
+        return not self.invalid and not self.remote.ended
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
         async with asyncio.timeout(timeout + GRACE_S):
@@ -48,7 +59,9 @@ class RemoteLane:
         await self.remote.call("abort", cause, timeout=GRACE_S)
 
     async def rebuild(self) -> None:
-        await self.remote.call("rebuild", timeout=self.rebuild_timeout_s)
+        if not await self._rebuilt_in_place():
+            await asyncio.to_thread(self.respawn)
+            await self.remote.call("start", timeout=self.rebuild_timeout_s)
         self.proved, self.invalid = False, ""
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -62,12 +75,41 @@ class RemoteLane:
     async def close(self) -> None:
         await self.remote.call("close_lane", timeout=GRACE_S)
 
+    async def _rebuilt_in_place(self) -> bool:
+        """Whether the process is alive and has a new engine."""
+        if self.remote.ended:
+            return False
+        try:
+            await self.remote.call("rebuild", timeout=self.rebuild_timeout_s)
+        except RunInterrupted as exc:
+            if exc.code not in GONE:
+                raise
+            return False
+        return True
+
+
+GONE = ("role-died", "role-stuck")
+"""Codes of the errors that say that a process is no longer there."""
+
+Item: TypeAlias = "tuple[RemoteLane, Completion | BaseException | None]"
+
 
 class Replicas:
-    """The engines of all bodies, as one that generates (`Generates`). start_timeout_s: of one engine."""
+    """The engines of all bodies, as one that generates (`Generates`).
 
-    def __init__(self, lanes: Sequence[RemoteLane], *, start_timeout_s: float) -> None:
+    start_timeout_s: of one engine.   may_lose: go on when a replica dies while it generates.   say: tells of it.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[RemoteLane],
+        *,
+        start_timeout_s: float,
+        may_lose: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> None:
         self.lanes, self._start_timeout_s = list(lanes), start_timeout_s
+        self._may_lose, self._say = may_lose, say
 
     async def start(self) -> None:
         """All engines side by side; the first that does not start ends the wait."""
@@ -77,21 +119,29 @@ class Replicas:
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         """Every completion as it finishes, from whichever replica."""
-        serving = [lane for lane in self.lanes if not lane.invalid]
-        if not serving:
-            raise WeightSyncError(f"no rollout replica is left: {self.lanes[0].invalid}", code="lane-invalid")
-        finished: asyncio.Queue[Completion | BaseException | None] = asyncio.Queue()
-        shares = zip(serving, cells(requests, len(serving)), strict=True)
-        tasks = [asyncio.create_task(_drain(lane.remote, share, finished)) for lane, share in shares if share]
+        finished: asyncio.Queue[Item] = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
+        owed = {request.id: (request, set(range(request.n))) for request in requests}
+        holders: dict[RemoteLane, list[Request]] = {}
+
+        def ask(share: Sequence[Request]) -> None:
+            serving = self._serving()
+            for lane, part in zip(serving, cells(share, len(serving)), strict=True):
+                if part:
+                    holders.setdefault(lane, []).extend(part)
+                    tasks.append(asyncio.create_task(_drain(lane, part, finished)))
+
+        ask(requests)
         try:
-            open_streams = len(tasks)
-            while open_streams:
-                item = await finished.get()
+            while any(indices for _, indices in owed.values()):
+                lane, item = await finished.get()
                 if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    open_streams -= 1
-                else:
+                    ask(self._lost(lane, item, [r for r in holders.pop(lane, []) if owed[r.id][1]]))
+                elif item is None:
+                    if all(task.done() for task in tasks) and finished.empty():
+                        break  # an engine returned fewer than it was asked for: whoever counts says so
+                elif item.index in owed[item.request_id][1]:
+                    owed[item.request_id][1].discard(item.index)
                     yield item
         finally:
             for task in tasks:
@@ -100,12 +150,29 @@ class Replicas:
 
     async def abort(self, request_id: str) -> None:
         """Stop a request wherever it runs."""
-        await asyncio.gather(*(lane.remote.call("abort_request", request_id, timeout=GRACE_S) for lane in self.lanes))
+        calls = [lane.remote.call("abort_request", request_id, timeout=GRACE_S) for lane in self.lanes if lane.serving]
+        await asyncio.gather(*calls)
 
     async def close(self) -> None:
         """Free every engine; replicas that are gone are passed over."""
         ends = [lane.remote.call("close", timeout=self._start_timeout_s) for lane in self.lanes if not lane.remote.ended]
         await asyncio.gather(*ends, return_exceptions=True)
+
+    def _serving(self) -> list[RemoteLane]:
+        serving = [lane for lane in self.lanes if lane.serving]
+        if not serving:
+            causes = "; ".join(f"{lane.name}: {lane.invalid or 'its process ended'}" for lane in self.lanes)
+            raise WeightSyncError("no rollout replica is left", cause=causes, fix="go on with --resume", code="lane-invalid")
+        return serving
+
+    def _lost(self, lane: RemoteLane, exc: BaseException, share: list[Request]) -> list[Request]:
+        """What a replica still owed when it died. Raises `exc` where a run may not lose one, or it is another failure."""
+        if not self._may_lose or getattr(exc, "code", "") not in GONE:
+            raise exc
+        lane.remote.kill()
+        lane.invalid = str(exc).splitlines()[0]
+        self._say(f"{lane.invalid}; {len(share)} prompt(s) go to the other replicas")
+        return share
 
 
 def cells(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
@@ -115,10 +182,10 @@ def cells(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
     return [list(requests[starts[cell] : starts[cell + 1]]) for cell in range(replicas)]
 
 
-async def _drain(remote: Remote, requests: Sequence[Request], finished: asyncio.Queue[Completion | BaseException | None]) -> None:
+async def _drain(lane: RemoteLane, requests: Sequence[Request], finished: asyncio.Queue[Item]) -> None:
     try:
-        async for completion in remote.stream("generate", list(requests)):
-            finished.put_nowait(completion)
-        finished.put_nowait(None)
+        async for completion in lane.remote.stream("generate", list(requests)):
+            finished.put_nowait((lane, completion))
+        finished.put_nowait((lane, None))
     except Exception as exc:
-        finished.put_nowait(exc)
+        finished.put_nowait((lane, exc))
