@@ -91,7 +91,8 @@ the configuration cannot work: 12 problems
       fix: set rollout.top_p=1.0 (evals may use it: validation.top_p)
   - rl.batch_per_replica: 15 is not whole groups of 4  (command line)
       fix: legal: multiples of 4, here 12 or 16
-  - rl.routing_replay: not available yet: no engine here returns its expert routing  (command line)
+  - rl.routing_replay: not available yet: no engine returns the experts that it chose: \
+hf does not record them, and vLLM does in its Model Runner V2 only, which requires Triton, so not on a CPU  (command line)
       fix: set rl.routing_replay=off"""
     )
 

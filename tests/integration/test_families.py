@@ -6,7 +6,6 @@ soft caps. The last test loads an exported folder with vLLM's own loader.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -19,97 +18,39 @@ import pytest
 import torch
 
 from posttrain.config.load import load_config
-from posttrain.config.schema import WeightsConfig
 from posttrain.loop import checkpoint
 from posttrain.loop.export import export
 from posttrain.objective.objective import build_objective
-from posttrain.policy.load import load_causal_lm
-from posttrain.policy.module import PolicyModule
 from posttrain.policy.policy import Policy
-from posttrain.policy.rows import Row
-from posttrain.rollout.engine import EngineSpec
-from posttrain.rollout.vllm import VllmEngine
 from posttrain.testing.tiny_model import write_tiny_model
 from posttrain.tracking.run_dir import RunDir
-from posttrain.types import Completion, Request, Sampling
-from posttrain.weights.canary import Canary, make_probe
-from posttrain.weights.plane import WeightPlane
-from posttrain.weights.shm import ShmTransport
 
 pytestmark = pytest.mark.integration
 
-TEMPERATURE = 0.8
 TOLERANCE = 1e-4
 
 ON_VLLM = [("qwen3", False), ("llama3", True), ("mistral", False), ("gemma2", True), ("gemma3", False)]
 """Family, tied head. Listed in docs/reference/models.md."""
 
-ELSEWHERE = {"test_vllm_contract": ("llama", True), "test_vllm_weights": ("qwen2", False)}
+ELSEWHERE = {
+    "test_vllm_contract": ("llama", True),
+    "test_vllm_weights": ("qwen2", False),
+    "test_vllm_tp": ("qwen3_moe", True),
+}
 """What other modules of this folder run in the same way."""
 
 EXPORTED = ("gemma3", True)
 
 
-class Rig:
-    """An engine and the policy whose weights it serves."""
-
-    def __init__(self, folder: Path, family: str, tied: bool) -> None:
-        write_tiny_model(folder, family=family, tied=tied)
-        self.policy = PolicyModule(load_causal_lm(str(folder), "float32"), temperature=TEMPERATURE, shared_prefix=True)
-        self.runner = asyncio.Runner()
-        self.engine = VllmEngine(EngineSpec(str(folder), "float32", 128, 16, (2, 3), log_dir=folder / "logs"))
-        config = WeightsConfig(bucket_bytes=16384, canary_every=1)
-        canary = Canary(lambda probe: self.score(probe, 1.0), make_probe(40), config, dtype="float32")
-        weights = lambda: ((name, p.detach()) for name, p in self.policy.model.named_parameters())  # noqa: E731
-        self.plane = WeightPlane.local(self.engine, ShmTransport(), config, weights, canary=canary)
-
-    def run(self, work: Any) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 600))
-
-    @torch.no_grad()
-    def score(self, sequences: Any, temperature: float) -> list[list[float]]:
-        self.policy.temperature = temperature
-        rows = [Row(input_ids=list(s), mask=[False] + [True] * (len(s) - 1), rollout_logprobs=[0.0] * len(s)) for s in sequences]
-        packed = self.policy.pack(rows)
-        return [part.tolist() for part in self.policy(packed)[0].split(packed.lengths)]
-
-    def generate(self) -> list[tuple[Request, Completion]]:
-        sampling = Sampling(20, temperature=TEMPERATURE)
-        requests = {str(i): Request(str(i), list(range(4, 5 + 7 * i)), 4, i, sampling) for i in range(3)}
-
-        async def collect() -> list[Completion]:
-            return [completion async for completion in self.engine.generate(list(requests.values()))]
-
-        return [(requests[completion.request_id], completion) for completion in self.run(collect())]
-
-    def gap(self) -> float:
-        """The largest difference between what the engine said of its tokens and what the policy says."""
-        done = self.generate()
-        scored = self.score([[*request.prompt_ids, *completion.token_ids] for request, completion in done], TEMPERATURE)
-        pairs = [(c.logprobs, s[-len(c.token_ids) :]) for (_, c), s in zip(done, scored, strict=True)]
-        return max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
-
-    @torch.no_grad()
-    def change(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for parameter in self.policy.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-
-    def close(self) -> None:
-        self.run(self.engine.close())
-        self.run(self.plane.close())
-        self.runner.close()
-
-
 @pytest.fixture(params=ON_VLLM, ids=[f"{family}-{'tied' if tied else 'untied'}" for family, tied in ON_VLLM])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path, *request.param)
-    yield rig
-    rig.close()
+def rig(request: pytest.FixtureRequest, open_rig: Any) -> Iterator[Any]:
+    family, tied = request.param
+    with open_rig(family, tied=tied) as rig:
+        yield rig
 
 
-def test_the_engine_computes_the_policy_before_and_after_an_update(rig: Rig) -> None:
-    rig.run(rig.engine.start())
+def test_the_engine_computes_the_policy_before_and_after_an_update(rig: Any) -> None:
+    rig.run(rig.body.start())
     rig.run(rig.plane.sync(1))
     assert rig.gap() < TOLERANCE
     rig.change()

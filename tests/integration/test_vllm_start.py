@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.config.rules import NOT_YET
 from posttrain.data.hub import HUB_FAILURES
 from posttrain.errors import EngineStartError
 from posttrain.rollout import vllm_start
@@ -21,8 +22,10 @@ from posttrain.rollout.vllm import VllmEngine, sample_seed
 from posttrain.rollout.vllm_errors import FAILURES, check_model, start_error
 from posttrain.rollout.vllm_start import (
     check_api,
+    check_cores,
     check_installed,
     check_plugin_visible,
+    divided_cores,
     engine_arguments,
     environment,
     log_files,
@@ -117,6 +120,24 @@ def test_heads_that_the_cpu_kernel_does_not_take(model, tmp_path, changes):
     assert caught.value.code == "head-dim"
 
 
+def test_heads_that_cannot_be_divided_among_the_workers(model):
+    with pytest.raises(EngineStartError, match="2 attention heads cannot be divided among 4 workers") as caught:
+        check_model(spec(model, tensor_parallel_size=4))
+    assert caught.value.code == "tensor-parallel" and caught.value.fix.endswith("one of 1, 2")
+
+
+def test_cores_are_divided_among_the_workers_or_given_for_each(model, tmp_path, monkeypatch):
+    assert [divided_cores(range(5), n) for n in (1, 2, 3)] == ["0,1,2,3,4", "0,1|2,3,4", "0|1,2|3,4"]
+    assert divided_cores([4, 6], 3) == "4|4|6" and divided_cores([7], 2) == "7|7"
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    with environment(VllmEngine.Options(), tmp_path / "vllm.log", tmp_path / "c.json", workers=2):
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == divided_cores(sorted(os.sched_getaffinity(0)), 2)
+    check_cores(VllmEngine.Options(cpu_cores="0-3|4-7"), 2)
+    with pytest.raises(EngineStartError, match="cpu_cores='0-3' is for 1 worker\\(s\\), and the engine has 2") as caught:
+        VllmEngine.preflight(spec(model, tensor_parallel_size=2), VllmEngine.Options(cpu_cores="0-3"))
+    assert caught.value.code == "cpu-cores" and "0-3|4-7" in caught.value.fix
+
+
 def test_preflight_refuses_what_needs_no_start_and_lets_a_good_model_pass(model, tmp_path, monkeypatch):
     options = VllmEngine.Options()
     VllmEngine.preflight(spec(model), options)
@@ -134,6 +155,17 @@ def test_trust_in_the_model_s_code_reaches_vllm(model):
     for trust in (False, True):
         arguments = engine_arguments(spec(model, trust_remote_code=trust), VllmEngine.Options())
         assert arguments["trust_remote_code"] is trust
+
+
+def test_the_reason_for_which_routing_replay_is_refused_is_vllm_s_own(tmp_path, monkeypatch):
+    from vllm import AsyncEngineArgs
+
+    write_tiny_model(tmp_path, family="qwen3_moe")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    options = VllmEngine.Options(engine_args={"enable_return_routed_experts": True})
+    with pytest.raises(ValueError) as caught:
+        AsyncEngineArgs(**engine_arguments(spec(tmp_path), options)).create_engine_config()
+    assert "Model Runner V2 requires Triton" in str(caught.value) and "requires Triton" in NOT_YET["rl.routing_replay"].reason
 
 
 # ---- what an exception and a log say

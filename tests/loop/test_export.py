@@ -116,12 +116,13 @@ def test_float32_is_the_policy_and_the_narrow_ones_are_its_rounded_weights(run, 
     assert largest_gap(logprobs(run.parent.parent / "model"), exact) > 1e-2, "training moved the weights"
 
 
-@pytest.mark.parametrize(("family", "tied"), [("gemma2", True), ("qwen2", False)])
+@pytest.mark.parametrize(("family", "tied"), [("gemma2", True), ("qwen2", False), ("qwen3_moe", False)])
 def test_other_families_tied_and_untied(tmp_path, family, tied):
     run = run_once(tmp_path / "run", family, "rl.steps=1", tied=tied)
     out = quietly(run, tmp_path / "out")
     held = load_file(out / "model.safetensors")
     assert ("lm_head.weight" in held) is not tied, "a tied head is the embedding and saved once"
+    assert held.keys() == load_file(tmp_path / "run" / "model" / "model.safetensors").keys(), "experts too, under their own names"
     assert largest_gap(logprobs(out), policy_of(run, 1).score(SEQUENCES, "float32")) < 5e-6
 
 

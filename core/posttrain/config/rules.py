@@ -168,9 +168,13 @@ class NotYet:
 
 
 _NO_REFILL = "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out"
+_NO_ROUTES = (
+    "no engine returns the experts that it chose: hf does not record them, and vLLM does in its Model Runner V2 only, "
+    "which requires Triton, so not on a CPU"
+)
 
 NOT_YET: dict[str, NotYet] = {
-    "rl.routing_replay": NotYet("no engine here returns its expert routing"),
+    "rl.routing_replay": NotYet(_NO_ROUTES),
     "rl.min_informative_groups": NotYet(_NO_REFILL),
     "rl.min_informative_groups_frac": NotYet(_NO_REFILL),
     "rl.dynamic_sampling_max_extra_rollouts": NotYet(_NO_REFILL),

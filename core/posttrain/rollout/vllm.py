@@ -26,6 +26,7 @@ from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.rollout.vllm_errors import check_model, start_error
 from posttrain.rollout.vllm_start import (
     check_api,
+    check_cores,
     check_installed,
     check_plugin_visible,
     engine_arguments,
@@ -60,7 +61,7 @@ class VllmEngine(Engine):
 
         enforce_eager: bool = True  # no compilation; on a CPU it saves a minute of start and costs nothing measurable
         kv_cache_gib: int = 1  # CPU: memory of the KV cache (VLLM_CPU_KVCACHE_SPACE)
-        cpu_cores: str = ""  # CPU: cores of the worker's threads, like 0-3; empty: all of this process
+        cpu_cores: str = ""  # CPU: cores of each worker's threads, like 0-3 or 0-3|4-7; empty: all of this process, divided
         update_timeout_s: float = 120.0  # deadline of each call of a weight update
         engine_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
 
@@ -81,6 +82,7 @@ class VllmEngine(Engine):
         """vLLM absent or of another version, our plug-in hidden, the model absent or not one that vLLM can run here."""
         check_installed()
         check_plugin_visible()
+        check_cores(options, spec.tensor_parallel_size)
         # torch is loaded by now, so TORCH_LOGS comes too late for this process
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         with environment(options, *log_files(spec)):
@@ -107,7 +109,7 @@ class VllmEngine(Engine):
     def _launch(self, log_config: Path) -> None:
         """Runs in a thread."""
         assert self._log is not None
-        with environment(self.options, self._log, log_config):
+        with environment(self.options, self._log, log_config, workers=self.spec.tensor_parallel_size):
             arguments = engine_arguments(self.spec, self.options)
             if not self._abandoned:
                 self._llm = start_llm(arguments)

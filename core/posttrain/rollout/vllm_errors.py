@@ -83,10 +83,11 @@ FAILURES = (
 
 
 def check_model(spec: EngineSpec) -> None:
-    """Refuse what the model's config alone shows: model absent or gated, unknown architecture, heads too small."""
+    """Refuse what the model's config alone shows: model absent or gated, unknown architecture, heads too small or too few."""
     config = model_config(spec.model_path)
     _check_architecture(config, spec.model_path)
     _check_head_dim(config, spec.model_path)
+    _check_workers(config, spec)
 
 
 def start_error(exc: BaseException, spec: EngineSpec, log: Path | None) -> EngineStartError:
@@ -134,6 +135,18 @@ def _check_head_dim(config: dict[str, Any], model: str) -> None:
             cause=f"{model}/config.json: hidden_size {hidden}, num_attention_heads {heads}",
             fix="use rollout.engine=hf, or a model with fewer, larger heads",
             code="head-dim",
+        )
+
+
+def _check_workers(config: dict[str, Any], spec: EngineSpec) -> None:
+    heads, workers = config.get("num_attention_heads"), spec.tensor_parallel_size
+    if heads is not None and heads % workers:
+        raise EngineStartError(
+            f"{heads} attention heads cannot be divided among {workers} workers",
+            cause=f"{spec.model_path}/config.json: num_attention_heads {heads}",
+            fix=f"set rollout.tensor_parallel_size to one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
+            where="rollout.tensor_parallel_size",
+            code="tensor-parallel",
         )
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -129,12 +129,11 @@ def _temporary_folder(spec: EngineSpec) -> Path:
 
 
 @contextmanager
-def environment(options: VllmEngine.Options, log: Path, log_config: Path) -> Iterator[None]:
+def environment(options: VllmEngine.Options, log: Path, log_config: Path, *, workers: int = 1) -> Iterator[None]:
     """vLLM's environment for the time of a start, restored afterwards; the person's script is not run by its processes."""
-    cores = options.cpu_cores or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_OMP_THREADS_BIND": options.cpu_cores or divided_cores(sorted(os.sched_getaffinity(0)), workers),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_LOGS": "-torch._library.triton",  # one warning of each process about an absent Triton
@@ -153,6 +152,26 @@ def environment(options: VllmEngine.Options, log: Path, log_config: Path) -> Ite
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+
+def divided_cores(cores: Sequence[int], workers: int) -> str:
+    """Cores for the threads of each worker, as vLLM reads them: `0,1|2,3`. With fewer cores than workers, some share one."""
+    count = len(cores)
+    own = [cores[i * count // workers : (i + 1) * count // workers] or [cores[i % count]] for i in range(workers)]
+    return "|".join(",".join(map(str, part)) for part in own)
+
+
+def check_cores(options: VllmEngine.Options, workers: int) -> None:
+    """Raise EngineStartError unless `cpu_cores`, when given, is given for each worker: vLLM would only say that it asserts."""
+    given = options.cpu_cores.count("|") + 1
+    if options.cpu_cores and given != workers:
+        raise EngineStartError(
+            f"rollout.options.cpu_cores={options.cpu_cores!r} is for {given} worker(s), and the engine has {workers}",
+            cause="rollout.tensor_parallel_size is the number of workers, each with cores of its own",
+            fix="separate the cores of workers by |, as in 0-3|4-7; or leave it unset, and the cores are divided evenly",
+            where="rollout.options.cpu_cores",
+            code="cpu-cores",
+        )
 
 
 @contextmanager
@@ -182,6 +201,8 @@ def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": spec.tensor_parallel_size,
+        # all workers on this host, whatever hosts the engine: they read the lane's shared memory, and end with the owner
+        "distributed_executor_backend": "mp" if spec.tensor_parallel_size > 1 else None,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "trust_remote_code": spec.trust_remote_code,
         "skip_tokenizer_init": True,

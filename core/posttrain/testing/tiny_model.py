@@ -47,6 +47,9 @@ FAMILIES = {
     "smollm3": Family("SmolLM3", "SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": False, **_layers("full", "full")}),
     "qwen2": Family("Qwen2", "Qwen2, Qwen2.5", {"use_sliding_window": False}),
     "qwen3": Family("Qwen3", "Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen3_moe": Family("Qwen3Moe", "Qwen3-30B-A3B", {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "mlp_only_layers": [1]}),
     "mistral": Family("Mistral", "Mistral 7B v0.1", {"sliding_window": WINDOW}),
     "gemma": Family("Gemma", "Gemma", {"initializer_range": 0.05}),
     "gemma2": Family("Gemma2", "Gemma 2", {

@@ -149,19 +149,19 @@ def partial_layers(model: nn.Module) -> list[str]:
     A layer that received everything has already been processed and reset by vLLM. A tied head holds the embedding's own
     tensor and receives nothing; it is exempt when the layer it shares with is complete.
     """
-    shared = _kernel_owners(model)
+    owners = _kernel_owners(model)
     problems = []
     for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        total = (info.load_numel_total or 0) - _padding(layer)
-        if not info.can_load() or total <= 0 or info.load_numel >= total:
+        absent, info = _absent(layer), get_layerwise_info(layer)
+        if not absent:
             continue
         if info.kernel_tensors is not None and info.load_numel == 0 and not info.kernel_tensors[0]:
             continue  # buffers only (rotary tables): not in any checkpoint
-        if info.load_numel == 0 and any(len(shared[id(t)]) > 1 for t in _parameters(info)):
+        if info.load_numel == 0 and any(not _absent(owner) for t in _parameters(info) for owner in owners[id(t)]):
             continue
         got = ", ".join(sorted({param for param, _ in info.loaded_weights})) or "nothing"
-        problems.append(f"{name or type(layer).__name__}: {info.load_numel} of {total} elements (received: {got})")
+        of = info.load_numel + absent
+        problems.append(f"{name or type(layer).__name__}: {info.load_numel} of {of} elements (received: {got})")
     return problems
 
 
@@ -186,6 +186,12 @@ def drop_expert_kernels(model: nn.Module) -> None:
         method = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _absent(layer: nn.Module) -> int:
+    """How many elements of a layer the open reload has not brought."""
+    info = get_layerwise_info(layer)
+    return max(0, (info.load_numel_total or 0) - _padding(layer) - info.load_numel) if info.can_load() else 0
 
 
 def _padding(layer: nn.Module) -> int:
