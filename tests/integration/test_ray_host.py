@@ -13,10 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from posttrain.config.schema import GridConfig, ShapesConfig
 from posttrain.errors import EngineStartError, PackerError, PluginError, RunAborted, RunInterrupted, WaitExpired, WeightSyncError
-from posttrain.placement.cluster import Cluster, Seat, Seats, connect, seats
-from posttrain.placement.grid import resolve_grid
+from posttrain.placement.cluster import Cluster, Seat, Seats, connect
 from posttrain.placement.host import PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet, together
 from posttrain.weights.owner import ProcessId
@@ -206,13 +204,6 @@ def test_a_cluster_that_is_too_small_says_what_is_missing(cluster: Cluster) -> N
     with pytest.raises(EngineStartError, match=r"has .* free after 1 s, this grid needs 8 CPU") as caught:
         cluster.reserve(PLAN, timeout=1)  # the module's own group holds them
     assert "another job may hold them" in caught.value.fix
-
-
-def test_seats_on_a_cpu_are_one_core_each() -> None:
-    grid = resolve_grid(GridConfig(backend="ray", shapes=ShapesConfig(policy=(1, 2), rollout=(2, 1)), dp_shard=2))
-    plan = seats(grid, gpu=False)
-    assert [seat.name for seat in plan.seats] == ["policy-0", "policy-1", "rollout-0", "rollout-1"]
-    assert plan.needs == {"CPU": 4.0}
 
 
 def test_what_ray_says_is_in_its_log_and_not_on_the_screen(cluster: Cluster, logs: Path) -> None:

@@ -97,7 +97,10 @@ class Hosting:
 
     def _add(self, seat: Seat, factory: str, kwargs: dict[str, Any], kinds: Sequence[str]) -> None:
         refs = tuple(ref for ref in plugin_refs(self.config) if ref.kind in (*kinds, "datapackers", "transports"))
-        spec = RoleSpec(seat.name, factory, kwargs, warm=transport(self.config) == "nixl", plugins=refs, **self._common)
+        places = [self._ranks[rank].place for rank in seat.shares]
+        devices = tuple(device for place in places for device in place.devices)
+        warm = transport(self.config) == "nixl"
+        spec = RoleSpec(seat.name, factory, kwargs, warm=warm, plugins=refs, devices=devices, **self._common)
         self.fleet.add(spec, seat)
 
     def _respawn(self, name: str) -> None:

@@ -31,13 +31,17 @@ ADDRESS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where one role sits: `bundle` of the placement group, with `cpus` and `gpus` of it."""
+    """Where one role sits: `bundle` of the placement group, with `cpus` and `gpus` of it.
+
+    shares: policy ranks of the same bundle whose devices it uses too
+    """
 
     role: str
     index: int
     bundle: int
     cpus: float
     gpus: float
+    shares: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,7 +72,7 @@ def seats(grid: Grid, *, gpu: bool) -> Seats:
     """One seat for each policy rank and each rollout replica. On a CPU a seat is one core.
 
     Disaggregated: every seat has a bundle of its own; a rollout replica's has one device for each of its ranks. Colocated:
-    rollout replica i shares the devices of the policy ranks that start at `i * rollout_ranks`, half of each.
+    rollout replica i uses the devices of the policy ranks from `i * rollout_ranks` on, and where there are none its own.
     """
     policy_ranks, (replicas, width) = grid.policy[1], grid.rollout
     if not gpu:
@@ -84,11 +88,16 @@ def seats(grid: Grid, *, gpu: bool) -> Seats:
 
 
 def _colocated(policy_ranks: int, replicas: int, width: int) -> Seats:
-    """Bundles of `width` devices, so that a replica's devices are on one node with the policy ranks it shares them with."""
+    """Bundles of `width` devices, so that a replica's devices are on one node with the policy ranks it shares them with.
+
+    The policy's ranks own the devices and a replica is told which: Ray itself divides a device, but gives nobody parts of two.
+    """
     count = max(-(-policy_ranks // width), replicas)
     bundles = tuple({"CPU": 2.0 * width, "GPU": float(width)} for _ in range(count))
-    places = [Seat("policy", i, i // width, 1.0, 0.5) for i in range(policy_ranks)]
-    places += [Seat("rollout", i, i, float(width), 0.5 * width) for i in range(replicas)]
+    places = [Seat("policy", i, i // width, 1.0, 1.0) for i in range(policy_ranks)]
+    for i in range(replicas):
+        shared = tuple(range(min(i * width, policy_ranks), min((i + 1) * width, policy_ranks)))
+        places.append(Seat("rollout", i, i, float(width), float(width - len(shared)), shared))
     return Seats(bundles, tuple(places))
 
 

@@ -53,6 +53,7 @@ class RoleSpec:
     warm      create the NIXL agent first (`weights.ucx.warm_nixl`)
     paths     of the driver's `sys.path`, and `folder`, its working folder: a module beside the person's script is found where the
               storage is shared, and is an error that names the node where it is not
+    devices   GPU ids of other roles that it uses beside those that Ray gave it
     nonce     what the driver wrote into the folder for runs, to be seen here too
     """
 
@@ -67,6 +68,7 @@ class RoleSpec:
     plugins: tuple[PluginRef, ...] = ()
     paths: tuple[str, ...] = ()
     folder: str = ""
+    devices: tuple[str, ...] = ()
     nonce: Nonce | None = None
 
 
@@ -79,6 +81,7 @@ class Place:
     process: ProcessId
     boot: str
     log: str
+    devices: tuple[str, ...] = ()
     sighting: Sighting | None = None
 
     @property
@@ -158,6 +161,7 @@ class Host:
         sys.path.extend(path for path in spec.paths if path not in sys.path)
         if spec.folder and Path(spec.folder).is_dir():
             os.chdir(spec.folder)
+        devices = _devices(spec.devices)
         import torch
 
         torch.set_num_threads(spec.threads)
@@ -170,7 +174,7 @@ class Host:
         module, _, attribute = spec.factory.partition(":")
         self._role = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
         sighting = spec.nonce.look() if spec.nonce else None
-        return Place(socket.gethostname(), _address(), ProcessId.current(), boot_id(), log, sighting)
+        return Place(socket.gethostname(), _address(), ProcessId.current(), boot_id(), log, devices, sighting)
 
     def _portable(self, method: str, exc: Exception) -> BaseException:
         """An exception that can be sent; it is printed to the role's log with its traceback, and says which role it came from."""
@@ -251,6 +255,16 @@ def _redirect(path: Path) -> str:
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
     return str(path)
+
+
+def _devices(shared: tuple[str, ...]) -> tuple[str, ...]:
+    """The GPUs that this process uses, made visible before anything initialises CUDA."""
+    import ray
+
+    devices = tuple(str(device) for device in ray.get_gpu_ids()) + shared
+    if shared:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return devices
 
 
 def _address() -> str:

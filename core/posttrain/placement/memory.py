@@ -106,7 +106,8 @@ def policy_memory(
     if grid.dp_shard > 1:
         terms.append(Term("gathered layers", 2 * shape.unit * stored, "FSDP: one in use, the next under way"))
     if computed < stored:
-        terms.append(Term("compute copy", shape.numel * computed, f"{rl.param_dtype}, of the whole model while a micro-batch is computed"))
+        what = f"{rl.param_dtype}, of the whole model while a micro-batch is computed"
+        terms.append(Term("compute copy", shape.numel * computed, what))
     tokens, which = micro_batch_tokens(config, grid)
     terms.append(Term("activations", activation_bytes(shape, tokens, computed, rl.gradient_checkpointing), which))
     chunk = min(rl.logprob_chunk_tokens, tokens)
