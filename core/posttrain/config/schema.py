@@ -175,7 +175,7 @@ class WeightsConfig:
     abort_timeout_s: float = 10.0  # deadline of stopping all lanes after a failure
     rebuild_timeout_s: float = 600.0  # deadline of a new engine in place of one whose update failed
     max_concurrent_lanes: int | None = None  # lanes that pull at once; null: all
-    on_failure: Literal["raise", "rebuild_and_retry", "drop_lane"] = "raise"  # what a failed update, or a rollout replica that died, does
+    on_failure: Literal["raise", "rebuild_and_retry", "drop_lane"] = "raise"  # after a failed update, or the death of a replica
     verify_weight_values: bool = False  # compare bytes after the copies
 
 

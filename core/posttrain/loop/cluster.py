@@ -27,6 +27,7 @@ from posttrain.placement.grid import resolve_grid
 from posttrain.placement.host import PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet
 from posttrain.placement.shared_root import check, written
+from posttrain.plugins.objects import PREFIX
 from posttrain.rollout.replicas import RemoteLane, Replicas
 from posttrain.weights.memory import sweep
 from posttrain.weights.owner import ProcessId
@@ -151,7 +152,7 @@ def plugin_refs(config: RunConfig) -> list[PluginRef]:
     wanted = [
         ("algorithms", config.rl.objective.name), ("engines", config.rollout.engine), ("transports", transport(config)),
     ]  # fmt: skip
-    if config.rl.data.packer:
+    if config.rl.data.packer and not config.rl.data.packer.startswith(PREFIX):  # an object of this process needs no node
         wanted.append(("datapackers", config.rl.data.packer))
     refs = []
     for kind, name in wanted:
