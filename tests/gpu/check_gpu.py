@@ -369,9 +369,11 @@ def gsm8k(device: str, folder: Path) -> Numbers:
 
 
 def ray_colocated(device: str, folder: Path) -> Numbers:
-    """`grid.backend=ray`: policy and vLLM in two actors with half of one device each, weights over NIXL."""
+    """`grid.backend=ray`: policy and vLLM in two actors that share the one device, weights over NIXL."""
     from posttrain.config.load import load_config
+    from posttrain.loop import policy_group
     from posttrain.loop.run import train
+    from posttrain.placement.remote import Fleet
     from posttrain.tracking.metrics import read_metrics
 
     os.environ.pop("RAY_ADDRESS", None)  # a cluster of its own
@@ -381,9 +383,24 @@ def ray_colocated(device: str, folder: Path) -> Numbers:
         "model.factory_kwargs.slip_steps=20", "rl.batch_per_replica=32", "rl.group_size=4", "rl.steps=2",
         "rl.discard_group_zero_advantage=false", "validation.prompts=4", "validation.every=0", "tracking.display=none",
     ])  # fmt: skip
-    result = train(config, run_dir=folder / "runs")
-    roles = json.loads((Path(result.run) / "logs" / "roles.json").read_text())
-    expect(sorted(roles) == ["policy-0", "rollout-0"], f"the roles are {sorted(roles)}")
+    begin, each = Fleet.begin, policy_group.each
+    visible: dict[str, tuple[str, ...]] = {}
+    computes: list[str] = []
+
+    def begun(fleet: Fleet, names: Sequence[str], timeout: float) -> None:
+        begin(fleet, names, timeout)
+        visible.update({name: place.devices for name in names if (place := fleet.roles[name].place) is not None})
+
+    def asked(remotes: Any, method: str, *details: Any, **options: Any) -> Any:
+        found = each(remotes, method, *details, **options)
+        computes.extend(started.device for started in found if method == "start")
+        return found
+
+    with mock.patch.object(Fleet, "begin", begun), mock.patch.object(policy_group, "each", asked):
+        result = train(config, run_dir=folder / "runs")
+    own = () if device == "cpu" else ("0",)
+    expect(visible == {"policy-0": own, "rollout-0": own}, f"the roles have the devices {visible}, both should have {own}")
+    expect(computes == [device], f"the policy is on {computes}, not on {device}")
     return of_run(result, read_metrics(result.run), steps=2, gap_limit=0.01)
 
 

@@ -20,8 +20,9 @@ SCRIPT = Path(__file__).with_name("check_gpu.py")
 BLIND = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def call(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], env=BLIND, capture_output=True, text=True, timeout=600)
+def call(*arguments: str, **environment: str) -> tuple[int, str]:
+    command, env = [sys.executable, str(SCRIPT), *arguments], {**BLIND, **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout or done.stderr
 
 
@@ -55,8 +56,8 @@ def test_what_makes_sense_without_a_gpu_holds_here(script: ModuleType) -> None:
     assert f"{len(cheap)} of {len(cheap)} checks hold on cpu" in text
 
 
-def test_a_check_that_overruns_is_ended_and_fails_the_script() -> None:
-    code, text = call("--device", "cpu", "--only", "device", "--limit", "0.01")
+def test_a_check_that_overruns_is_ended_and_fails_the_script(tmp_path: Path) -> None:
+    code, text = call("--device", "cpu", "--only", "device", "--limit", "0.01", TMPDIR=str(tmp_path))
     assert code == 1 and re.search(r"^FAILED +device", text, re.MULTILINE) and "still running after" in text
     assert "0 of 1 checks hold" in text
 
