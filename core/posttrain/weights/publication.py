@@ -282,8 +282,10 @@ class PublicationPool:
 
 
 def bucket_digest(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> str:
-    """Digest of `(offset, nbytes)` ranges of a uint8 host buffer, in order. Detects corruption, not malice."""
-    digest, data = xxhash.xxh3_128(), memoryview(buffer.numpy())  # type: ignore[arg-type]
+    """Digest of `(offset, nbytes)` ranges of a uint8 buffer, in order; of one on a GPU once it is written. Detects corruption,
+    not malice."""
+    digest = xxhash.xxh3_128()
     for offset, nbytes in ranges:
-        digest.update(data[offset : offset + nbytes])
+        part = buffer[offset : offset + nbytes].cpu()  # host memory is not copied; a copy waits for what a GPU still writes
+        digest.update(memoryview(part.numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()
