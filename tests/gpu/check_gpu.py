@@ -127,7 +127,8 @@ def policy_equals_cpu(device: str, folder: Path) -> Numbers:
     import torch
 
     rows, found = make_rows(8, 4), Numbers()
-    for name, changes in {"prefix": {}, "plain": {"shared_prefix": False}, "bf16": {"param_dtype": "bfloat16"}}.items():
+    variants: dict[str, dict[str, Any]] = {"prefix": {}, "plain": {"shared_prefix": False}, "bf16": {"param_dtype": "bfloat16"}}
+    for name, changes in variants.items():
         path = write_model(folder / name)
         with mock.patch("torch.cuda.is_available", return_value=False):
             theirs = said(build_policy(path, changes), rows)
