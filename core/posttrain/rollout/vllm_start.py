@@ -136,6 +136,7 @@ def environment(options: VllmEngine.Options, log: Path, log_config: Path, *, wor
         "VLLM_CPU_OMP_THREADS_BIND": options.cpu_cores or divided_cores(sorted(os.sched_getaffinity(0)), workers),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        "TRITON_F32_DEFAULT": "ieee",  # else attention in fp32 multiplies in TF32, three digits short of what the canary asks
         "TORCH_LOGS": "-torch._library.triton",  # one warning of each process about an absent Triton
         "VLLM_LOGGING_CONFIG_PATH": str(log_config.resolve()),
     }
