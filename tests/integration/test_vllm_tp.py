@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def test_both_workers_map_the_one_staging_copy_on_cores_of_their_own(rig: Any) -
     workers = [p for p in rig.engine._processes if "Worker" in p.name()]
     assert len(workers) == 2, "and the core"
     staging = rig.body.receiver._staging.path
-    assert all(staging in Path(f"/proc/{p.pid}/maps").read_text() for p in workers)
+    maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in workers]
+    assert all(staging in text for text in maps)
+    between = re.findall(r"/dev/shm/vllm_dist_.*", "".join(maps))
+    assert between and all(path.endswith(" (deleted)") for path in between), "however they end, it goes with them"
     log = (rig.engine.spec.log_dir / "vllm.log").read_text()
     assert "local_world_size=2" in log and "local_rank=1, core ids=" in log
 

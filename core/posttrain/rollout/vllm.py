@@ -11,19 +11,18 @@ is killed at once, and says so whenever it is asked to generate.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from posttrain.errors import EngineStartError, RunInterrupted, WeightSyncError
 from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.rollout.vllm_errors import check_model, start_error
+from posttrain.rollout.vllm_processes import children, engine_processes, forget_names, kill
 from posttrain.rollout.vllm_start import (
     check_api,
     check_cores,
@@ -92,7 +91,7 @@ class VllmEngine(Engine):
     async def start(self) -> None:
         await asyncio.to_thread(self.preflight, self.spec, self.options)
         self._log, log_config = log_files(self.spec)
-        before = _children()
+        before = children()
         self._abandoned = False
         launch = asyncio.create_task(asyncio.to_thread(self._launch, log_config))
         try:
@@ -102,7 +101,8 @@ class VllmEngine(Engine):
             if not isinstance(exc, Exception):
                 raise
             raise start_error(exc, self.spec, self._log) from exc
-        self._processes = _engine_processes(self._llm)
+        self._processes = engine_processes(self._llm)
+        forget_names(self._processes)
         self._version = self.invalid = self._receiver = None
         self._paused = False
 
@@ -117,17 +117,17 @@ class VllmEngine(Engine):
     async def _abandon(self, launch: asyncio.Task[None], before: Sequence[psutil.Process]) -> None:
         """End what a failed or late launch has started; while its thread runs, it may start more."""
         self._abandoned = True
-        _kill(_children(before))
+        kill(children(before))
         while not launch.done():
             await asyncio.sleep(0.1)
-            _kill(_children(before))
+            kill(children(before))
         await self.close()
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(partial(llm.shutdown, timeout=15.0))
-        _kill(self._processes)
+        kill(self._processes)
         self._processes = []
 
     # ---- generation
@@ -299,7 +299,7 @@ class VllmEngine(Engine):
         """Kill the engine: late replies would answer the wrong calls, and a half-updated model would be served."""
         super().invalidate(self.invalid or cause)
         self._version = None
-        _kill(self._processes)
+        kill(self._processes)
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -352,34 +352,3 @@ def _parent_id(child_id: str) -> str:
 def _root_cause(exc: BaseException) -> str:
     text = str(exc).strip() or type(exc).__name__
     return text.removeprefix("Call to collective_rpc method failed: ")
-
-
-def _children(before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
-    """This process's children that were not there before, without Python's resource tracker: it cleans up after the others."""
-    import psutil  # comes with vLLM
-
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return [p for p in psutil.Process().children(recursive=True) if p not in before and p.pid != tracker]
-
-
-def _engine_processes(llm: Any) -> list[psutil.Process]:
-    """vLLM's core and, after it, what the core has started."""
-    import psutil
-
-    cores = [psutil.Process(process.pid) for process in llm.engine_core.resources.engine_manager.processes]
-    return [*cores, *(child for core in cores for child in core.children(recursive=True))]
-
-
-def _kill(processes: Sequence[psutil.Process], grace: float = 3.0) -> None:
-    """End processes: the first (vLLM's core) may end the others and free their shared memory, then SIGKILL."""
-    import psutil
-
-    left = list(processes)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        if left:
-            left[0].terminate()
-            _, left = psutil.wait_procs(left, timeout=grace)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=5.0)
