@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any, Literal
+from collections.abc import Awaitable, Sequence
+from typing import Any, Literal, TypeVar
 
 from posttrain.errors import WeightSyncError
+from posttrain.weights.deadline import within
+
+T = TypeVar("T")
 
 Phase = Literal["publish", "stage", "apply", "canary"]
 
@@ -58,3 +63,32 @@ def out_of_memory_fix(exc: BaseException) -> str:
     text = str(exc)
     ran_out = isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
     return "lower weights.max_concurrent_lanes (lanes that pull at once) or weights.bucket_bytes" if ran_out else ""
+
+
+async def bounded(work: Awaitable[T], *, peer: str, phase: Phase, what: str, timeout: float) -> T:
+    """`work` of a peer within `timeout` seconds. Whatever goes wrong is raised as PeerFailure, `what` in its message.
+
+    A task of the peer that was cancelled is that peer's failure, not a cancellation of ours.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await within(task, timeout)
+    except asyncio.CancelledError:
+        mine = asyncio.current_task()
+        if not task.cancelled() or (mine is not None and mine.cancelling()):
+            raise
+        raise PeerFailure(what, peer=peer, phase=phase, cause="its task was cancelled") from None
+    except TimeoutError as exc:
+        if task.done() and not task.cancelled():
+            raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
+        raise PeerFailure(
+            f"{what}: no answer within {timeout:.3g} s", peer=peer, phase=phase, code="deadline",
+            fix="raise weights.stage_timeout_s or weights.apply_timeout_s, or look at its machine",
+        ) from exc  # fmt: skip
+    except Exception as exc:
+        raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
+
+
+def first(failures: Sequence[PeerFailure]) -> PeerFailure:
+    """The origin: the earliest of those that were not told to stop."""
+    return min(failures, key=lambda failure: (failure.stopped, failure.at))

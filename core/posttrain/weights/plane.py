@@ -15,11 +15,12 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.errors import RunAborted
 from posttrain.weights.deadline import abandon, in_thread, within
-from posttrain.weights.failure import PeerFailure, Phase, as_failure
+from posttrain.weights.failure import PeerFailure, Phase, as_failure, bounded, first
+from posttrain.weights.lane_end import LaneEnd
 from posttrain.weights.memory import shared_folder, sweep
 from posttrain.weights.publication import Publication, PublicationPool, whole
 from posttrain.weights.publisher import LocalPublisher, Publisher
@@ -38,41 +39,6 @@ T = TypeVar("T")
 Source = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
 """The policy's parameters: Hugging Face names, tied duplicates omitted, always in the same order. Cast to the engine's dtype
 while they are copied; give them as they are."""
-
-
-class LaneEnd(Protocol):
-    """The driver's view of one rollout body's receiving end; `Receiver` is the one of an engine in this process.
-
-    proved: a canary agreed with the engine since it was started
-    at: the bucket that the lane pulls, or pulled last, as far as the driver knows: what is named when the lane dies
-    """
-
-    name: str
-    proved: bool
-
-    @property
-    def at(self) -> int | None: ...
-
-    async def stage(self, publication: Publication, *, timeout: float) -> None:
-        """Phase 1: pull and verify every bucket while the engine generates."""
-
-    async def commit(self, *, timeout: float) -> None:
-        """Phase 2: bring the engine to what is staged."""
-
-    async def abort(self, cause: str) -> None:
-        """Stop a running `stage` within a bucket and forget what is staged. Idempotent; after a commit it does nothing."""
-
-    async def rebuild(self) -> None:
-        """A new engine, without weights."""
-
-    async def logprobs(self, sequences: Sequence[Sequence[int]], /) -> list[list[float]]:
-        """Log-probs of a probe under the weights in place."""
-
-    async def invalidate(self, cause: str) -> None:
-        """Refuse to generate until rebuilt."""
-
-    async def close(self) -> None:
-        """Give back all memory; idempotent."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +98,7 @@ class WeightPlane:
             if self.config.on_failure != "rebuild_and_retry" or exc.phase != "stage":
                 raise
         # no lane could read what is published; nobody has it, and the weights are still the same: publish it again
-        await self._bounded(self.publisher.retract(version), "publish", f"publication {version} was not taken back")
+        await self._of_policy(self.publisher.retract(version), f"publication {version} was not taken back")
         return await self.deliver(await self.publish(version))
 
     async def publish(self, version: int) -> Update:
@@ -147,7 +113,7 @@ class WeightPlane:
         publication, metrics = update.publication, dict(update.metrics)
         version = publication.version
         async with self._busy:
-            await self._bounded(self.publisher.hold(version), "publish", f"publication {version} was not held")
+            await self._of_policy(self.publisher.hold(version), f"publication {version} was not held")
             try:
                 await self._phase("time/stage_s", metrics, self._stage(publication))
                 await self._phase("time/apply_s", metrics, self._commit(publication))
@@ -179,9 +145,7 @@ class WeightPlane:
 
     async def _publish_once(self, version: int) -> Publication:
         limit = self.config.stage_timeout_s + self.config.abort_timeout_s  # its ranks have the shorter one
-        return await self._bounded(
-            self.publisher.publish(version), "publish", f"publication {version} was not made", timeout=limit
-        )
+        return await self._of_policy(self.publisher.publish(version), f"publication {version} was not made", timeout=limit)
 
     async def _stage(self, publication: Publication) -> None:
         """Until every lane that is left has voted. Lanes that were told to stop stage again."""
@@ -212,7 +176,7 @@ class WeightPlane:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if not (failures := _failures(done)):
                 return None
-            answered = await self._stop(self.lanes, f"another lane failed: {_first(failures).message}")
+            answered = await self._stop(self.lanes, f"another lane failed: {first(failures).message}")
             if pending:
                 done, pending = await asyncio.wait(tasks, timeout=self.config.abort_timeout_s)
         except asyncio.CancelledError:
@@ -221,7 +185,7 @@ class WeightPlane:
         finally:
             for task in tasks:
                 abandon(task)
-        origin = self._record(_first(_failures(done)))
+        origin = self._record(first(_failures(done)))
         failed = next(lane for task, lane in tasks.items() if task in done and _failures([task]) == [origin])
         return failed, origin, answered
 
@@ -242,7 +206,7 @@ class WeightPlane:
         elif failures and self.config.on_failure == "drop_lane":
             await self._drop(failures)
         elif failures:
-            raise _first(list(failures.values()))
+            raise first(list(failures.values()))
 
     async def _commit_all(self) -> dict[LaneEnd, PeerFailure]:
         timeout = self.config.apply_timeout_s
@@ -255,7 +219,7 @@ class WeightPlane:
             elif isinstance(result, BaseException):
                 raise result
         if failures:
-            origin = self._record(_first(list(failures.values())))
+            origin = self._record(first(list(failures.values())))
             await self._stop(failures, f"it did not answer: {origin.message}")  # one that failed by itself has nothing to stop
         return failures
 
@@ -274,7 +238,7 @@ class WeightPlane:
 
     async def _drop(self, failures: dict[LaneEnd, PeerFailure]) -> None:
         if len(failures) == len(self.lanes):
-            origin = _first(list(failures.values()))
+            origin = first(list(failures.values()))
             raise RunAborted(
                 "every lane failed, there is no engine left to drop to", cause=str(origin), fix="see weights.on_failure",
                 code="weights",
@@ -296,7 +260,7 @@ class WeightPlane:
         due = not all(lane.proved for lane in self.lanes) or (every > 0 and self._commits % every == 0)
         if self._canary is None or not due:
             return None
-        return await self._bounded(in_thread(self._canary.expect), "canary", "the trainer's log-probs of the probe did not come")
+        return await self._of_policy(in_thread(self._canary.expect), "the trainer's log-probs of the canary's probe did not come")
 
     async def _check_canary(self, expected: list[list[float]], metrics: dict[str, float]) -> None:
         assert self._canary is not None
@@ -322,32 +286,13 @@ class WeightPlane:
         """`work` of a lane, its failure named. The lane has a deadline of its own; this one is for a lane that is gone."""
         limit = (timeout if timeout is not None else self.config.stage_timeout_s) + self.config.abort_timeout_s
         try:
-            return await self._bounded(work, phase, f"lane {lane.name} failed in {phase}", peer=lane.name, timeout=limit)
+            what = f"lane {lane.name} failed in {phase}"
+            return await bounded(work, peer=lane.name, phase=phase, what=what, timeout=limit)
         except PeerFailure as exc:
             raise as_failure(exc, peer=lane.name, phase=phase, message="", bucket=lane.at if phase == "stage" else None) from exc
 
-    async def _bounded(
-        self, work: Awaitable[T], phase: Phase, what: str, *, peer: str = "policy", timeout: float | None = None
-    ) -> T:
-        """`work` within its deadline; a task of a peer that was cancelled is that peer's failure, not a cancellation of ours."""
-        limit = self.config.stage_timeout_s if timeout is None else timeout
-        task = asyncio.ensure_future(work)
-        try:
-            return await within(task, limit)
-        except asyncio.CancelledError:
-            mine = asyncio.current_task()
-            if not task.cancelled() or (mine is not None and mine.cancelling()):
-                raise
-            raise PeerFailure(what, peer=peer, phase=phase, cause="its task was cancelled") from None
-        except TimeoutError as exc:
-            if task.done() and not task.cancelled():
-                raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
-            raise PeerFailure(
-                f"{what}: no answer within {limit:.3g} s", peer=peer, phase=phase, code="deadline",
-                fix="raise weights.stage_timeout_s or weights.apply_timeout_s, or look at its machine",
-            ) from exc  # fmt: skip
-        except Exception as exc:
-            raise as_failure(exc, peer=peer, phase=phase, message=what) from exc
+    async def _of_policy(self, work: Awaitable[T], what: str, *, timeout: float | None = None) -> T:
+        return await bounded(work, peer="policy", phase="publish", what=what, timeout=timeout or self.config.stage_timeout_s)
 
     async def _phase(self, key: str, metrics: dict[str, float], work: Awaitable[None]) -> None:
         began = time.perf_counter()
@@ -358,8 +303,3 @@ class WeightPlane:
 def _failures(tasks: Iterable[asyncio.Future[Any]]) -> list[PeerFailure]:
     found = (task.exception() for task in tasks if not task.cancelled())
     return [exc for exc in found if isinstance(exc, PeerFailure)]
-
-
-def _first(failures: Sequence[PeerFailure]) -> PeerFailure:
-    """The origin: the earliest of those that were not told to stop."""
-    return min(failures, key=lambda failure: (failure.stopped, failure.at))

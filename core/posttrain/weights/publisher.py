@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from posttrain.weights.deadline import abandon, in_thread, start_thread, within
-from posttrain.weights.failure import PeerFailure, as_failure
+from posttrain.weights.failure import PeerFailure, as_failure, first
 from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, merge_publications
 
 LocalSource = Callable[[], Iterable[LocalWeight]]
@@ -111,7 +111,7 @@ class GroupPublisher:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failures = [_failure(rank, task) for rank, task in zip(self.ranks, tasks, strict=True) if _failed(task)]
             if failures:
-                raise min(failures, key=lambda failure: failure.at)
+                raise first(failures)
             return merge_publications([task.result() for task in tasks])
         except BaseException:
             for task in tasks:
