@@ -134,7 +134,7 @@ class Peer:
     def __init__(self, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=policy, args=(theirs, *arguments))
+        self.process = context.Process(target=policy, args=(theirs, *arguments), daemon=True)
         self.process.start()
 
     def ask(self, *request: Any) -> tuple[float, Any]:
@@ -228,7 +228,7 @@ class ObjectStore:
     def __init__(self, layers: int) -> None:
         import ray
 
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         self.ray = ray
 
         @ray.remote(num_cpus=1)

@@ -129,6 +129,7 @@ def a_lane(at: int = -1, act: Callable[[], Any] = lambda: None, **options: Any) 
     engine.version, engine.weights = 100, trained(100)
     lane = Trapped(engine, NixlTransport(NixlTransport.Options(**options)), name="rollout-0", grace_s=0.2)
     lane.at, lane.act = at, staticmethod(act)
+    lane._transport.warm()  # type: ignore[attr-defined]
     try:
         yield lane
         assert engine.version == 100 and engine.writes == 0, "phase 1 touched the engine"
@@ -178,6 +179,24 @@ def nothing_of(pid: int, within: float = 3.0) -> None:
     assert left == []
 
 
+def stop(process: ProcessId) -> None:
+    """SIGSTOP, and wait until each of its threads has stopped: until then it goes on answering."""
+    os.kill(process.pid, signal.SIGSTOP)
+    while any("State:\tT" not in (task / "status").read_text() for task in Path(f"/proc/{process.pid}/task").iterdir()):
+        assert process.alive()
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def server(publisher: Policy) -> Iterator[ProcessId]:
+    """The publisher's NIXL process; the next test gets another one."""
+    process = publisher.server
+    yield process
+    if process.alive():
+        os.kill(process.pid, signal.SIGKILL)
+        assert gone(process)
+
+
 def gone(process: ProcessId, within: float = 5.0) -> bool:
     until = time.monotonic() + within
     while process.alive() and time.monotonic() < until:
@@ -191,7 +210,7 @@ def gone(process: ProcessId, within: float = 5.0) -> bool:
 @pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
 def test_a_publisher_that_is_killed_is_named_at_once(publisher: Policy, bucket: int) -> None:
     with a_lane(bucket, publisher.kill) as lane:
-        failure = fails(lane, publisher.publication, within=8)
+        failure = fails(lane, publisher.publication, within=10)
     assert failure.bucket == bucket and "died" in failure.message
     assert f"was not pulled from process {publisher.process.pid} on " in failure.message
     assert gone(publisher.server), "the NIXL process outlived its owner"
@@ -199,10 +218,9 @@ def test_a_publisher_that_is_killed_is_named_at_once(publisher: Policy, bucket: 
 
 
 @pytest.mark.parametrize("bucket", [FIRST, LAST])
-def test_a_nixl_process_that_is_killed_costs_one_update(publisher: Policy, bucket: int) -> None:
-    server = publisher.server
+def test_a_nixl_process_that_is_killed_costs_one_update(publisher: Policy, server: ProcessId, bucket: int) -> None:
     with a_lane(bucket, lambda: os.kill(server.pid, signal.SIGKILL) or gone(server)) as lane:
-        failure = fails(lane, publisher.publication, within=8)
+        failure = fails(lane, publisher.publication, within=10)
         assert failure.bucket == bucket and "died" in failure.message
         stage(lane, publisher.publish())
         holds(lane, publisher.version)
@@ -211,25 +229,25 @@ def test_a_nixl_process_that_is_killed_costs_one_update(publisher: Policy, bucke
 
 @pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
 @over_tcp
-def test_a_stall_ends_with_its_deadline_and_the_publisher_goes_on(publisher: Policy, bucket: int) -> None:
+def test_a_stall_ends_with_its_deadline_and_the_publisher_goes_on(publisher: Policy, server: ProcessId, bucket: int) -> None:
     """UCX may abort the process that serves when a reader goes away half-way: the policy must not be that process."""
-    server = publisher.server
-    with a_lane(bucket, lambda: os.kill(server.pid, signal.SIGSTOP)) as lane:
-        failure = fails(lane, publisher.publication, timeout=1.0, within=4)
+    with a_lane(bucket, lambda: stop(server)) as lane:
+        failure = fails(lane, publisher.publication, timeout=3.0, within=10)
         assert failure.bucket == bucket and failure.code == "deadline"
         os.kill(server.pid, signal.SIGCONT)
-        time.sleep(0.2)
-        stage(lane, publisher.publish())
+        try:
+            stage(lane, publisher.publish())
+        except PeerFailure:  # UCX ended it when it woke up
+            assert gone(server)
+            stage(lane, publisher.publish())
         holds(lane, publisher.version)
     assert publisher.alive
 
 
 @over_tcp
-def test_a_bucket_has_a_deadline_of_its_own(publisher: Policy) -> None:
-    server = publisher.server
-    with a_lane(MIDDLE, lambda: os.kill(server.pid, signal.SIGSTOP), timeout_s=0.5) as lane:
-        failure = fails(lane, publisher.publication, within=4)
-        os.kill(server.pid, signal.SIGCONT)
+def test_a_bucket_has_a_deadline_of_its_own(publisher: Policy, server: ProcessId) -> None:
+    with a_lane(MIDDLE, lambda: stop(server), timeout_s=2.0) as lane:
+        failure = fails(lane, publisher.publication, within=10)
     assert failure.bucket == MIDDLE and failure.code == "deadline"
     assert f"was not pulled from process {publisher.process.pid} on " in failure.message
 
@@ -239,7 +257,7 @@ def test_a_bucket_has_a_deadline_of_its_own(publisher: Policy) -> None:
 def test_bytes_that_are_not_the_published_ones_are_noticed(publisher: Policy, bucket: int, version: int | None) -> None:
     publisher.ask("overwrite", bucket, version)
     with a_lane() as lane:
-        failure = fails(lane, publisher.publication, within=8)
+        failure = fails(lane, publisher.publication, within=10)
     assert failure.bucket == bucket and "arrived damaged" in failure.message
 
 
@@ -248,7 +266,7 @@ def test_a_lane_whose_nixl_process_died_pulls_through_another(publisher: Policy,
     with a_lane(bucket) as lane:
 
         def kill() -> None:
-            process = lane._transport._process
+            process = lane._transport._processes["pull"]
             process._process.kill()
             process._process.wait()
             process._process.returncode = None  # as if nobody had asked yet
@@ -259,27 +277,25 @@ def test_a_lane_whose_nixl_process_died_pulls_through_another(publisher: Policy,
 
 
 @over_tcp
-def test_a_nixl_process_that_dies_during_a_pull_is_named(publisher: Policy) -> None:
-    server = publisher.server
+def test_a_nixl_process_that_dies_during_a_pull_is_named(publisher: Policy, server: ProcessId) -> None:
     with a_lane(MIDDLE) as lane:
 
         def stall_and_kill() -> None:
-            os.kill(server.pid, signal.SIGSTOP)
-            threading.Timer(0.5, lambda: lane._transport._process._process.kill()).start()
+            stop(server)
+            threading.Timer(0.5, lambda: lane._transport._processes["pull"]._process.kill()).start()
 
         lane.act = stall_and_kill
-        failure = fails(lane, publisher.publication, within=8)
-        os.kill(server.pid, signal.SIGCONT)
+        failure = fails(lane, publisher.publication, within=10)
     assert failure.bucket == MIDDLE and "the NIXL process ended (SIGKILL)" in failure.message
 
 
 @over_tcp
-def test_closing_a_lane_ends_its_pull(publisher: Policy) -> None:
+def test_closing_a_lane_ends_its_pull(publisher: Policy, server: ProcessId) -> None:
     plan, handle = publisher.publication.plan, publisher.publication.handles[0]
     lane = NixlTransport()
     staging = lane.staging(plan.nbytes)
     lane.register(staging)
-    os.kill(publisher.server.pid, signal.SIGSTOP)
+    stop(server)
     raised: list[WeightSyncError] = []
 
     def pull() -> None:
@@ -294,7 +310,6 @@ def test_closing_a_lane_ends_its_pull(publisher: Policy) -> None:
     began = time.monotonic()
     lane.close()
     thread.join(5)
-    os.kill(publisher.server.pid, signal.SIGCONT)
     assert time.monotonic() - began < 2 and raised and raised[0].code == "stopped"
     assert "the lane was closed" in raised[0].message
     with pytest.raises(WeightSyncError, match="the lane was closed"):
@@ -314,10 +329,9 @@ def test_two_slots_and_many_publications_from_one_agent(publisher: Policy) -> No
 
 
 def test_neither_nixl_nor_ucx_writes_to_the_screen(
-    publisher: Policy, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    publisher: Policy, server: ProcessId, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "posttrain.weights")
-    server = publisher.server
     plan, handle = publisher.publication.plan, publisher.publication.handles[0]
     lane = NixlTransport()
     staging = lane.staging(plan.nbytes)
@@ -325,13 +339,13 @@ def test_neither_nixl_nor_ucx_writes_to_the_screen(
     os.kill(server.pid, signal.SIGKILL)
     assert gone(server)
     handle = {**handle, "place": "another machine"}  # nothing says that it is dead: NIXL must find out, and complains
-    with pytest.raises(WeightSyncError, match="cannot be reached") as caught:
+    with pytest.raises(WeightSyncError, match="the peer (cannot be reached|disconnected)") as caught:
         lane.pull(handle, plan.buckets[0].pieces, staging)
     lane.close()
     staging.release()
     assert handle["peer"] in caught.value.message
     said = [record.getMessage() for record in caplog.records]
-    assert any("Connection refused" in line or "loadRemoteMD" in line for line in said)
+    assert any("nixl_agent.cpp" in line for line in said)
     assert capfd.readouterr() == ("", "")
 
 

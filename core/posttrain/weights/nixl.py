@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -30,6 +30,9 @@ from posttrain.weights.ucx import warm_nixl
 
 GRACE_S = 1.0
 """How much longer this process waits for an answer than the NIXL process waits for the peer."""
+
+
+Role = Literal["serve", "pull"]
 
 
 class NixlTransport(Transport):
@@ -50,19 +53,24 @@ class NixlTransport(Transport):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._slots: dict[int, Region] = {}  # by the number that is in their handles
-        self._process: NixlProcess | None = None
+        self._processes: dict[Role, NixlProcess] = {}
         self._closed = False
         self._starting = threading.Lock()
 
-    def warm(self) -> None:
-        """Start the NIXL process now, so that the first update does not wait for it. Raises WeightSyncError when it cannot."""
+    def warm(self, role: Role = "pull") -> NixlProcess:
+        """The NIXL process of this end, started if need be: early, so that the first update does not wait for it.
+
+        Raises WeightSyncError when it cannot be started.
+        """
         with self._starting:
+            process = self._processes.get(role)
             if self._closed:
                 raise WeightSyncError("the lane was closed", code="stopped")
-            if self._process is None or not self._process.alive:
-                if self._process is not None:
-                    self._process.close()
-                self._process = NixlProcess(package(torch.version.cuda))
+            if process is None or not process.alive:
+                if process is not None:
+                    process.close()
+                process = self._processes[role] = NixlProcess(package(torch.version.cuda), serve=role == "serve")
+            return process
 
     def staging(self, nbytes: int, *, shared: bool = False) -> Region:
         return shared_region(nbytes)
@@ -80,12 +88,12 @@ class NixlTransport(Transport):
         return region, self._serve(number)
 
     def renew(self, handle: Handle) -> Handle:
-        process = self._process
+        process = self._processes.get("serve")
         served = process is not None and process.alive and handle["server"] == str(process.id)
         return handle if served or handle["device"] is not None else self._serve(handle["slot"])
 
     def register(self, region: Region) -> None:
-        self._ask("map", path=_path(region), nbytes=region.nbytes)
+        self._ask("pull", "map", path=_path(region), nbytes=region.nbytes)
 
     def pull(self, handle: Handle, pieces: Sequence[Piece], into: Region) -> None:
         here = handle["place"] == _place()
@@ -95,7 +103,7 @@ class NixlTransport(Transport):
             if here and not (owner.alive() and server.alive()):
                 raise WeightSyncError("its process died", code="peer")
             self._ask(
-                "pull",
+                "pull", "pull",
                 agent=handle["agent"], metadata=handle["metadata"], device=handle["device"], owner=str(server) if here else None,
                 into=_path(into), nbytes=into.nbytes,
                 runs=[(handle["address"] + at, to, nbytes) for at, to, nbytes in runs(pieces)], timeout=self.options.timeout_s,
@@ -106,12 +114,11 @@ class NixlTransport(Transport):
 
     def close(self) -> None:
         self._closed = True
-        process = self._process
-        if process is not None:
+        for process in list(self._processes.values()):
             process.end()
-        with self._starting:
-            if self._process is not None:
-                self._process.end()
+        with self._starting:  # one that was just being started
+            for process in self._processes.values():
+                process.end()
         for region in self._slots.values():
             region.release()
         self._slots.clear()
@@ -120,9 +127,8 @@ class NixlTransport(Transport):
         region = self._slots[number]
         where: dict[str, Any]
         if region.path is not None:
-            where = self._ask("serve", path=region.path, nbytes=region.nbytes)
-            assert self._process is not None
-            where |= {"server": str(self._process.id), "device": None}
+            where = self._ask("serve", "serve", path=region.path, nbytes=region.nbytes)
+            where |= {"server": str(self._processes["serve"].id), "device": None}
         else:  # another process cannot register this one's GPU memory
             agent, index = warm_nixl(), region.buffer.get_device()
             torch.cuda.synchronize(index)
@@ -132,10 +138,8 @@ class NixlTransport(Transport):
         peer = f"process {os.getpid()} on {platform.node()}"
         return {**where, "slot": number, "place": _place(), "owner": str(ProcessId.current()), "peer": peer}
 
-    def _ask(self, what: str, **details: Any) -> dict[str, Any]:
-        self.warm()
-        assert self._process is not None
-        return self._process.ask({"do": what, **details}, self.options.timeout_s + GRACE_S)
+    def _ask(self, role: Role, what: str, **details: Any) -> dict[str, Any]:
+        return self.warm(role).ask({"do": what, **details}, self.options.timeout_s + GRACE_S)
 
 
 def _path(staging: Region) -> str:

@@ -82,12 +82,16 @@ def _absent(found: Any) -> Iterator[str]:
 
 
 class Agent:
-    """Memory of this process that others may read, and reads of theirs. For one thread at a time."""
+    """Memory of this process that others may read, and reads of theirs. For one thread at a time.
 
-    def __init__(self, name: str, package: str) -> None:
+    serve: answer peers in a thread of UCX's own. An agent that only reads goes without: the thread would spin for the lock that a
+    copy over CMA holds, and cost as much processor time as the copy.
+    """
+
+    def __init__(self, name: str, package: str, *, serve: bool = True) -> None:
         self._nixl = nixl = bindings(package)
         config = nixl.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, PAUSE_US
+        config.useProgThread, config.pthrDelay = serve, PAUSE_US
         config.useListenThread, config.syncMode = False, nixl.NIXL_THREAD_SYNC_NONE
         self.name = name
         self._agent = nixl.nixlAgent(name, config)

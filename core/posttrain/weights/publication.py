@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ import xxhash
 from posttrain.errors import WeightSyncError
 from posttrain.weights.failure import PeerFailure, first_exception, out_of_memory_fix
 from posttrain.weights.memory import Region
-from posttrain.weights.plan import BucketPlan, ParameterSpec, Piece, Shards, plan_buckets
+from posttrain.weights.plan import Bucket, BucketPlan, ParameterSpec, Piece, Shards, plan_buckets
 from posttrain.weights.transport import Handle, Transport
 
 SLOTS = 2
@@ -152,8 +153,8 @@ class PublicationPool:
             slot = self._free_slot()
             slot.publication, slot.pulled = None, False
             slot.handle = self._transport.renew(slot.handle)
-            self._fill(slot.region.buffer, version, weights)
-            publication = Publication(version, self.plan, self._digests(slot.region.buffer), {self.rank: slot.handle})
+            digests = self._fill(slot.region.buffer, version, weights)
+            publication = Publication(version, self.plan, digests, {self.rank: slot.handle})
             with self._state:
                 self._go_on(version)
                 slot.publication, self.version = publication, version
@@ -188,7 +189,18 @@ class PublicationPool:
         self._slots.clear()
         self._transport.close()
 
-    def _fill(self, buffer: torch.Tensor, version: int, weights: Iterable[LocalWeight]) -> None:
+    def _fill(self, buffer: torch.Tensor, version: int, weights: Iterable[LocalWeight]) -> tuple[str, ...]:
+        """Copy each bucket, and digest it in another thread while the next one is copied. Returns the digests."""
+        assert self.plan is not None
+        digests: dict[int, Future[str]] = {}
+        with ThreadPoolExecutor(1, "posttrain-digest") as digesting:
+            for bucket in self._copied(buffer, version, weights):
+                ranges = [(p.source, p.nbytes) for p in bucket.pieces]
+                digests[bucket.index] = digesting.submit(bucket_digest, buffer, ranges)
+        return tuple(digests[b.index].result() if b.index in digests else "" for b in self.plan.buckets)
+
+    def _copied(self, buffer: torch.Tensor, version: int, weights: Iterable[LocalWeight]) -> Iterator[Bucket]:
+        """Copy the stream; yields each bucket of this rank as soon as it is complete."""
         assert self.plan is not None
         mine: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
         for bucket in self.plan.buckets:
@@ -200,6 +212,8 @@ class PublicationPool:
             weight = next(stream, LocalWeight("nothing", (0,), 0, torch.empty(0)))
             if weight.spec(self._dtype) != spec:
                 raise self._changed(weight, spec)
+            if spec.name in mine:
+                weight = LocalWeight(weight.name, weight.shape, weight.start, weight.values.reshape(-1))
             for index, piece in mine.get(spec.name, ()):
                 self._go_on(version)
                 self.at = index
@@ -207,6 +221,8 @@ class PublicationPool:
                     self._write(buffer, piece, weight, spec)
                 except Exception as exc:
                     raise self._not_written(version, index, spec.name, exc) from exc
+                if piece is self.plan.buckets[index].pieces[-1]:
+                    yield self.plan.buckets[index]
         extra = next(stream, None)
         if extra is not None:
             raise WeightSyncError(
@@ -222,14 +238,7 @@ class PublicationPool:
                 cause="the plan's shards are not how the policy is sharded",
             )
         target = buffer[piece.source : piece.source + piece.nbytes].view(getattr(torch, spec.dtype))
-        target.copy_(weight.values.reshape(-1)[begin:end])
-
-    def _digests(self, buffer: torch.Tensor) -> tuple[str, ...]:
-        assert self.plan is not None
-        return tuple(
-            bucket_digest(buffer, [(p.source, p.nbytes) for p in bucket.pieces]) if bucket.rank == self.rank else ""
-            for bucket in self.plan.buckets
-        )
+        target.copy_(weight.values[begin:end])
 
     def _go_on(self, version: int) -> None:
         if version == self._unwanted:

@@ -167,27 +167,41 @@ class Receiver:
         return epoch
 
     async def _pull_all(self, publication: Publication, epoch: int, staging: Region) -> None:
+        checking: tuple[Bucket, asyncio.Future[None]] | None = None
         for bucket in pull_order(publication.plan.buckets, self._number):
             self._bucket = bucket
             self._thread = start_thread(self._pull, publication, bucket, staging)
-            try:
-                await asyncio.shield(self._thread)
-            except Exception as exc:
-                raise self._bucket_failure(publication, bucket, exc) from exc
-            self.lane.stage(epoch, bucket.index)
+            await self._done(publication, bucket, self._thread)
+            if checking is not None:
+                await self._done(publication, *checking)
+                self.lane.stage(epoch, checking[0].index)
+            checking = bucket, start_thread(self._verify, publication, bucket, staging)
+        if checking is not None:
+            await self._done(publication, *checking)
+            self.lane.stage(epoch, checking[0].index)
+
+    async def _done(self, publication: Publication, bucket: Bucket, thread: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.shield(thread)
+        except Exception as exc:
+            raise self._bucket_failure(publication, bucket, exc) from exc
 
     def _pull(self, publication: Publication, bucket: Bucket, staging: Region) -> None:
         """Runs in a thread."""
-        handle, ranges = publication.handles[bucket.rank], [(p.target, p.nbytes) for p in bucket.pieces]
+        handle = publication.handles[bucket.rank]
         self._transport.pull(handle, bucket.pieces, staging)
-        if bucket_digest(staging.buffer, ranges) != publication.digests[bucket.index]:
-            raise WeightSyncError("arrived damaged", cause="its digest is not the publisher's")
         if self._compare:
             again = self._transport.staging(staging.nbytes)
             self._transport.pull(handle, bucket.pieces, again)
-            for start, nbytes in ranges:
+            for start, nbytes in ((p.target, p.nbytes) for p in bucket.pieces):
                 if not torch.equal(again.buffer[start : start + nbytes], staging.buffer[start : start + nbytes]):
                     raise WeightSyncError("differs from what was published", cause="weights.verify_weight_values read it twice")
+
+    def _verify(self, publication: Publication, bucket: Bucket, staging: Region) -> None:
+        """Runs in a thread, beside the pull of the next bucket."""
+        digest = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces])
+        if digest != publication.digests[bucket.index]:
+            raise WeightSyncError("arrived damaged", cause="its digest is not the publisher's")
 
     async def _stop(self, cause: str) -> None:
         """End a running `stage`; returns when nothing writes to the staging memory any more."""

@@ -81,11 +81,11 @@ def order_problem(loaded: Loaded, own: str | None) -> WeightSyncError | None:
     )  # fmt: skip
 
 
-def warm_nixl(name: str = "", build: str | None = None) -> Agent:
+def warm_nixl(name: str = "", build: str | None = None, *, serve: bool = True) -> Agent:
     """This process's NIXL agent, made on the first call: before any process group, NCCL communicator or other UCX.
 
     Looks at what is loaded, before and after. Raises WeightSyncError (code `nixl-order`) when the order is wrong. Takes about
-    half a second once. `build`: the package of NIXL, else the one that fits the installed torch.
+    half a second once. `build`: the package of NIXL, else the one that fits the installed torch. `serve`: see `Agent`.
     """
     global _agent
     if _agent is None:
@@ -95,7 +95,7 @@ def warm_nixl(name: str = "", build: str | None = None) -> Agent:
         problem = order_problem(loaded_now(), own if own is not None and os.path.isdir(own) else None)
         if problem is not None:
             raise problem
-        agent = Agent(name or f"posttrain-{os.getpid()}", build)
+        agent = Agent(name or f"posttrain-{os.getpid()}", build, serve=serve)
         problem = order_problem(loaded_now(), None)
         if problem is not None:
             raise problem
