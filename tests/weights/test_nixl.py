@@ -11,7 +11,10 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -347,6 +350,37 @@ def test_neither_nixl_nor_ucx_writes_to_the_screen(
     said = [record.getMessage() for record in caplog.records]
     assert any("nixl_agent.cpp" in line for line in said)
     assert capfd.readouterr() == ("", "")
+
+
+PULLS_ONCE = """
+import ctypes, os, torch
+from posttrain.weights.nixl import NixlTransport
+from posttrain.weights.plan import Piece
+here = (ctypes.c_char * 8)()
+span = (ctypes.c_size_t * 2)(ctypes.addressof(here), 8)
+print(ctypes.CDLL(None).process_vm_readv(os.getpid(), span, 1, span, 1, 0))
+publisher = NixlTransport()
+slot, handle = publisher.allocate(2**20)
+slot.buffer.copy_(torch.randint(0, 256, (2**20,), dtype=torch.uint8))
+lane = publisher.fresh()
+staging = lane.staging(2**20)
+lane.pull(handle, [Piece("", 0, 0, 0, 0, 2**20)], staging)
+print(torch.equal(slot.buffer, staging.buffer))
+lane.close()
+publisher.close()
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter names system calls of x86-64")
+@pytest.mark.parametrize("tls", ["all", "^cma"])
+def test_where_the_kernel_copies_nothing_between_processes_tcp_does(tls: str) -> None:
+    """A container without CMA: UCX notices, nothing fails, nothing is printed."""
+    wrapper = [sys.executable, str(Path(__file__).with_name("without_cma.py"))] if tls == "all" else []
+    done = subprocess.run(
+        [*wrapper, sys.executable, "-c", PULLS_ONCE], capture_output=True, text=True, env={**os.environ, "UCX_TLS": tls}
+    )
+    assert done.stdout.split() == ["-1" if wrapper else "8", "True"], done.stderr
+    assert done.stderr == ""
 
 
 def test_private_memory_is_refused(publisher: Policy) -> None:
