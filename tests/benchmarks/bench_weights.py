@@ -4,7 +4,8 @@
     python tests/benchmarks/bench_weights.py --layers 4 --rounds 3
 
 A policy process publishes, this one is the lane. Every round measures each way once, in turn, so that a busy moment of the
-machine meets all of them; medians count. All processes use one thread. The ways to move the weights:
+machine meets all of them; medians count. Copies use one thread in both processes; digests are computed in another one
+beside them, so that two idle cores are needed to judge `stage` and `update`. The ways to move the weights:
 
     copy            one-thread copy of the same bytes, bucket by bucket, inside the lane's process: what memory allows
     pull            the transport alone: every bucket from the policy's slot to the lane's staging memory
