@@ -145,6 +145,13 @@ def test_a_killed_role_is_named_with_its_pid_and_its_last_words(roles: Roles) ->
     assert str(toy.place.pid) in caught.value.where and "about to die" in caught.value.cause and caught.value.retryable
 
 
+def test_what_ucx_announced_before_a_crash_is_the_cause(roles: Roles) -> None:
+    (toy,) = roles.make()
+    with pytest.raises(RunInterrupted, match="toy-0 died") as caught:
+        asyncio.run(toy.call("die_of_ucx", timeout=10))
+    assert "UCX does not see this machine's GPUs" in caught.value.cause and "start NIXL first" in caught.value.fix
+
+
 def test_the_watch_notices_a_death_while_nobody_calls(roles: Roles) -> None:
     first, second = roles.make(2)
 

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import plugins
+from posttrain.errors import ConfigError
 from posttrain.loop.policy_group import PolicyGroup, RemoteRank
 from posttrain.placement.cluster import Cluster, Seat, Seats, connect, seats
 from posttrain.placement.grid import resolve_grid
-from posttrain.placement.host import PluginRef, RoleSpec, boot_id
+from posttrain.placement.host import Place, PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet
 from posttrain.placement.shared_root import check, written
 from posttrain.plugins.objects import PREFIX
@@ -35,6 +36,7 @@ from posttrain.weights.publisher import GroupPublisher
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
+    from posttrain.placement.remote import Remote
     from posttrain.rollout.engine import EngineSpec
     from posttrain.tracking.run_dir import RunDir
 
@@ -69,7 +71,8 @@ class Hosting:
 
     def publisher(self) -> GroupPublisher:
         """The ranks of `policy`, as those who publish."""
-        return GroupPublisher([RemoteRank(rank, self.config.weights.stage_timeout_s) for rank in self._ranks])
+        timeout = self.config.weights.stage_timeout_s + self.config.weights.abort_timeout_s / 2  # a rank keeps the first itself
+        return GroupPublisher([RemoteRank(rank, timeout) for rank in self._ranks])
 
     def rollouts(self, spec: EngineSpec) -> Replicas:
         """The rollout replicas; their engines are not started."""
@@ -100,13 +103,13 @@ class Hosting:
         refs = tuple(ref for ref in plugin_refs(self.config) if ref.kind in (*kinds, "datapackers", "transports"))
         places = [self._ranks[rank].place for rank in seat.shares]
         devices = tuple(device for place in places for device in place.devices)
-        warm = transport(self.config) == "nixl"
-        spec = RoleSpec(seat.name, factory, kwargs, warm=warm, plugins=refs, devices=devices, **self._common)
+        spec = RoleSpec(seat.name, factory, kwargs, plugins=refs, devices=devices, **self._common)
         self.fleet.add(spec, seat)
 
     def _respawn(self, name: str) -> None:
         self.fleet.replace(name, self.config.grid.start_timeout_s)
         self._write_roles()
+        self._check_places([self.fleet.roles[name]])
         self._say(f"{name} runs again, in a new process")
 
     def _write_roles(self) -> None:
@@ -120,8 +123,24 @@ class Hosting:
         self.fleet.begin(names, self.config.grid.start_timeout_s)
         remotes = [self.fleet.roles[name] for name in names]
         self._write_roles()
-        check(self._common["nonce"], [remote.place.sighting for remote in remotes if remote.place and remote.place.sighting])
+        self._check_places(remotes)
         return remotes
+
+    def _check_places(self, roles: Sequence[Remote]) -> None:
+        """Raise SharedRootError where a node does not see the run's folder, and what `check_machines` raises."""
+        check(self._common["nonce"], [role.place.sighting for role in roles if role.place and role.place.sighting])
+        check_machines(transport(self.config), [role.place for role in self.fleet.roles.values() if role.place])
+
+
+def check_machines(transport: str, places: Sequence[Place]) -> None:
+    """Raise ConfigError where shared memory would have to reach from one machine to another."""
+    machines = {place.boot: place.node for place in places}
+    if transport == "shm" and len(machines) > 1:
+        raise ConfigError(
+            f"weights.transport=shm is memory of one machine, and the roles are on {', '.join(sorted(machines.values()))}",
+            fix="set weights.transport=nixl, or a grid that fits on one machine",
+            where="weights.transport",
+        )
 
 
 def open_cluster(config: RunConfig, run_dir: RunDir, say: Callable[[str], None]) -> Hosting:

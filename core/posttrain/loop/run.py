@@ -21,6 +21,7 @@ from posttrain.rollout.event_loop import run_to_end
 from posttrain.tracking.run_dir import RunDir, saved_config
 from posttrain.tracking.text import near
 from posttrain.tracking.tracker import Tracker, cut_after
+from posttrain.weights.deadline import in_thread
 
 if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig
@@ -70,7 +71,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
 async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[str, Any]) -> int:
     """Start, drive, close. tree: the config without secrets. Returns the number of batch steps done."""
     try:
-        state = LoopState() if found is None else parts.load(found)
+        state = LoopState() if found is None else await guarded(_load(parts, found), parts.watch())
         if found is not None:
             parts.tracker.note(f"resumed from {near(found.path)} after step {found.step}")
         path, step, steps = parts.run_dir.path, state.step, parts.config.rl.steps
@@ -80,6 +81,11 @@ async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[
         return ended.step - step
     finally:
         await parts.close()
+
+
+async def _load(parts: Parts, found: checkpoint.Checkpoint) -> LoopState:
+    """In a thread where the policy is in other processes, whose death is then noticed meanwhile."""
+    return parts.load(found) if parts.hosting is None else await in_thread(lambda: parts.load(found))
 
 
 def set_threads(threads: int) -> int:

@@ -4,7 +4,8 @@ A role object is plain Python and knows nothing of Ray: `policy.rank.PolicyRank`
 on this actor's event loop; its ordinary methods run one after the other in one thread of their own, so that a forward of a
 minute delays no heartbeat. What a method raises goes back as a value: the driver sees the error itself and not a wrapper.
 
-The order of `begin` is the contract: output to the role's log, threads, NIXL before any process group, plug-ins, the role.
+The order of `begin` is the contract: output to the role's log, the watch on the driver, devices, plug-ins, the role. NIXL is in
+processes of its own (`weights.nixl_process`), so that no order between it and NCCL is left to luck.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import faulthandler
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import socket
@@ -50,7 +52,6 @@ class RoleSpec:
     kwargs    of the factory
     logs      folder for the role's log, on storage that driver and role share
     driver    ends the role with it where both are on one machine
-    warm      create the NIXL agent first (`weights.ucx.warm_nixl`)
     paths     of the driver's `sys.path`, and `folder`, its working folder: a module beside the person's script is found where the
               storage is shared, and is an error that names the node where it is not
     devices   GPU ids of other roles that it uses beside those that Ray gave it
@@ -64,7 +65,6 @@ class RoleSpec:
     driver: ProcessId
     driver_boot: str
     threads: int = 1
-    warm: bool = False
     plugins: tuple[PluginRef, ...] = ()
     paths: tuple[str, ...] = ()
     folder: str = ""
@@ -165,10 +165,6 @@ class Host:
         import torch
 
         torch.set_num_threads(spec.threads)
-        if spec.warm:
-            from posttrain.weights.ucx import warm_nixl
-
-            warm_nixl()
         for plugin in spec.plugins:
             check_plugin(plugin)
         module, _, attribute = spec.factory.partition(":")
@@ -254,6 +250,8 @@ def _redirect(path: Path) -> str:
     os.close(fd)
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("posttrain").setLevel(logging.INFO)
     return str(path)
 
 

@@ -24,7 +24,8 @@ UTILIZATION = (0.4, 0.25, 0.2)
 
 _TYPES = ("OutOfMemoryError", "OutOfMemory", "MemoryError")
 _WORDS = re.compile(
-    r"out of memory|can't allocate memory|not enough memory: you tried|cannot allocate memory|std::bad_alloc"
+    r"out[ _]of[ _]memory|running low on memory|can't allocate memory|not enough memory: you tried|cannot allocate memory"
+    r"|std::bad_alloc"
     r"|no available memory for the cache blocks|free memory on device .* is less than|OutOfMemoryError|kv cache is needed",
     re.IGNORECASE,
 )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import RunInterrupted, WaitExpired
+from posttrain.errors import RunInterrupted, WaitExpired, WeightSyncError
 from posttrain.placement.host import Beat, Host, Outcome, Place, RoleSpec, boot_id
 
 if TYPE_CHECKING:
@@ -89,13 +89,16 @@ class Remote:
             ray.kill(self.actor, no_restart=True)
 
     def died(self, exc: BaseException) -> RunInterrupted:
-        """The error that says that this role is gone."""
+        """The error that says that this role is gone; what UCX announced in its log before is the cause."""
         where = f"{self.name}" + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
+        log = Path(self.spec.logs) / f"{self.name}.log"
+        announced = _announced(log)
+        causes = [str(announced.message), announced.cause] if announced else last_lines(log)
         return RunInterrupted(
             f"{self.name} died",
             where=where,
-            cause="; ".join([_first_line(exc), *last_lines(Path(self.spec.logs) / f"{self.name}.log")]),
-            fix=f"read {self.spec.logs}/{self.name}.log, then go on with --resume",
+            cause="; ".join([_first_line(exc), *causes]),
+            fix=announced.fix if announced else f"read {log}, then go on with --resume",
             code="role-died",
         )
 
@@ -261,6 +264,16 @@ async def first_failure(work: Sequence[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _announced(log: Path) -> WeightSyncError | None:
+    """The failure that UCX or NIXL announced in a role's log; None when there is none, or no log on this machine."""
+    from posttrain.weights.ucx import scan_ucx_log
+
+    try:
+        return scan_ucx_log(log.read_text(errors="replace"))
+    except OSError:
+        return None
+
+
 def last_lines(path: Path, count: int = LOG_LINES) -> list[str]:
     """The last lines of a log that say something; empty when there is none."""
     try:
@@ -296,20 +309,25 @@ def _late(
     return WaitExpired(
         f"{names} did not finish {method} within {timeout:g} s",
         where=f"owner: {names}",
-        cause="; ".join(line for role in roles for line in _stacks_of(role)),
+        cause="; ".join(_stacks_of(roles)),
         fix=f"see the logs of {names} under {roles[0].spec.logs}",
     )
 
 
-def _stacks_of(role: Remote) -> list[str]:
-    """Where the threads of a role are, for an error; a role that does not answer is said to be silent."""
+def _stacks_of(roles: Sequence[Remote]) -> list[str]:
+    """Where the threads of these roles are, for an error; one that does not answer within 2 s is said to be silent."""
     import ray
 
-    try:
-        beat: Beat = ray.get(role.actor.beat.remote(True), timeout=2.0)
-    except Exception:
-        return [f"{role.name} does not answer"]
-    return [f"{role.name} {line}" for line in beat.stacks]
+    beats = {role.actor.beat.remote(True): role for role in roles}
+    ready, _ = ray.wait(list(beats), num_returns=len(beats), timeout=2.0)
+    lines = []
+    for reference, role in beats.items():
+        beat: Beat | None = None
+        if reference in ready:
+            with contextlib.suppress(Exception):
+                beat = ray.get(reference)
+        lines += [f"{role.name} {line}" for line in beat.stacks] if beat else [f"{role.name} does not answer"]
+    return lines
 
 
 def _failure(role: Remote, future: concurrent.futures.Future[Any]) -> BaseException | None:

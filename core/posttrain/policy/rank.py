@@ -11,8 +11,6 @@ and which: it can only be started anew, together with the others.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,18 +52,6 @@ class RankStarted:
     needs_old_logprobs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """How a rank is, for a heartbeat. doing: the call under way, for `seconds`; "" between calls."""
-
-    rank: int
-    pid: int
-    version: int
-    updates: int
-    doing: str
-    seconds: float
-
-
 class PolicyRank:
     """Everything that one policy rank does; `start` comes first. Errors of `Policy` are raised as they are."""
 
@@ -73,7 +59,6 @@ class PolicyRank:
         self.rank, self.world = 0, 1
         self._policy: Policy | None = None
         self._publisher: LocalPublisher | None = None
-        self._doing, self._since = "", time.monotonic()
 
     def start(
         self, rank: int, world: int, address: str, port: int, config: RunConfig, model_path: str, objective: str,
@@ -159,11 +144,6 @@ class PolicyRank:
     async def retract(self, version: int) -> None:
         await self.publisher.retract(version)
 
-    def info(self) -> RankInfo:
-        """How it is; answers also while another thread is inside a call."""
-        version, updates = (0, 0) if self._policy is None else (self._policy.version, self._policy.updates)
-        return RankInfo(self.rank, os.getpid(), version, updates, self._doing, time.monotonic() - self._since)
-
     async def close(self) -> None:
         """Give back the slots and leave the process group; idempotent."""
         if self._publisher is not None:
@@ -175,7 +155,6 @@ class PolicyRank:
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
         """Say what goes on meanwhile. A collective operation that failed becomes RunInterrupted, with rank and call."""
-        self._doing, self._since = doing, time.monotonic()
         try:
             yield
         except RuntimeError as exc:
@@ -187,8 +166,6 @@ class PolicyRank:
                 fix="the rank that died or hangs is the one to look at; then resume the run",
                 code="policy-rank-lost",
             ) from exc
-        finally:
-            self._doing, self._since = "", time.monotonic()
 
 
 def is_peer_failure(exc: BaseException) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from posttrain.errors import RunInterrupted, WeightSyncError
+from posttrain.weights.deadline import in_thread
 from posttrain.weights.publication import Publication
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RemoteLane:
         return not self.invalid and not self.remote.ended
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
+        self.at = None
         async with asyncio.timeout(timeout + GRACE_S):
             async for bucket in self.remote.stream("stage", publication, timeout):
                 self.at = bucket
@@ -60,7 +62,7 @@ class RemoteLane:
 
     async def rebuild(self) -> None:
         if not await self._rebuilt_in_place():
-            await asyncio.to_thread(self.respawn)
+            await in_thread(self.respawn)
             await self.remote.call("start", timeout=self.rebuild_timeout_s)
         self.proved, self.invalid = False, ""
 
