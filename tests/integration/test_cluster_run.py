@@ -25,6 +25,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop.run import train
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.rollouts import read_rollouts
+from posttrain.weights.memory import owner_of
 
 KILLER = Path(__file__).parent.parent / "placement" / "killer_hook.py"
 SMALL = [
@@ -106,8 +107,8 @@ def gone(which: list[int], within: float = 15.0) -> bool:
 
 def left_memory(of: list[int]) -> list[str]:
     """Shared memory that these processes left."""
-    names = [path.name for path in Path("/dev/shm").glob("posttrain-*")]
-    return [name for name in names if int(name.removeprefix("posttrain-").split(".")[0]) in of]
+    owners = {path.name: owner_of(path) for path in Path("/dev/shm").glob("posttrain-*")}
+    return [name for name, owner in owners.items() if owner is not None and owner.pid in of]
 
 
 def test_a_run_trains_on_every_rank_and_replica_and_says_where(whole: Any) -> None:

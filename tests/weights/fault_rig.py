@@ -21,7 +21,7 @@ from weight_toys import LAYERS, ToyEngine, logprobs, says, trained
 from posttrain.errors import WeightSyncError
 from posttrain.policy.sharding import chunk, fsdp_shards
 from posttrain.weights.inproc import InprocTransport
-from posttrain.weights.memory import shared_folder
+from posttrain.weights.memory import owner_of, shared_folder
 from posttrain.weights.owner import ProcessId, end_with
 from posttrain.weights.publication import LocalWeight, PublicationPool
 from posttrain.weights.publisher import LocalPublisher
@@ -453,7 +453,7 @@ def own_files(pids: set[int]) -> dict[int, int]:
     """Shared memory files by the process that owns them."""
     found: dict[int, int] = {}
     for path in shared_folder().glob("posttrain-*"):
-        owner = ProcessId.parse(path.name.removeprefix("posttrain-").rsplit("-", 1)[0])
+        owner = owner_of(path)
         if owner is not None and owner.pid in pids:
             found[owner.pid] = found.get(owner.pid, 0) + 1
     return found

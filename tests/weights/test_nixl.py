@@ -29,7 +29,7 @@ from weight_toys import ToyEngine, trained
 
 from posttrain.errors import WeightSyncError
 from posttrain.weights.failure import PeerFailure
-from posttrain.weights.memory import private_region, shared_folder, sweep
+from posttrain.weights.memory import owner_of, private_region, shared_folder, sweep
 from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.plan import Bucket
@@ -163,7 +163,8 @@ def holds(lane: Receiver, version: int) -> None:
 def _left_by(pid: int) -> list[str]:
     """NIXL processes that are children of `pid`, and shared memory of it or of the dead."""
     sweep(shared_folder())
-    found = [path.name for path in shared_folder().glob(f"posttrain-{pid}.*")]
+    owners = {path.name: owner_of(path) for path in shared_folder().glob("posttrain-*")}
+    found = [name for name, owner in owners.items() if owner is not None and owner.pid == pid]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().decode(errors="replace")

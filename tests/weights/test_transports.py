@@ -68,6 +68,28 @@ def test_memory_of_a_dead_owner_is_swept_and_that_of_a_living_one_kept():
     mine.release()
 
 
+def test_memory_of_another_pid_namespace_is_left_alone(tmp_path, monkeypatch):
+    """Containers that share /dev/shm: a pid of the other one looks dead here, or is somebody else."""
+    folder, dead, mine = tmp_path, "999999999.1", memory.ProcessId.current()
+    monkeypatch.setattr(memory, "shared_folder", lambda: folder)
+    here = memory.pid_namespace()
+    foreign = [folder / f"posttrain-{namespace}-{owner}-0" for namespace in (f"1{here}", "2") for owner in (dead, mine)]
+    unknown = [folder / name for name in (f"posttrain-{dead}-0", f"posttrain-{here}-0", "posttrain-", f"posttrain-{here}-x-0")]
+    orphan, own = folder / f"posttrain-{here}-{dead}-0", folder / f"posttrain-{here}-{mine}-0"
+    for path in (*foreign, *unknown, orphan, own):
+        path.touch()
+    assert sweep() == [orphan]
+    memory.release_own()
+    assert set(folder.iterdir()) == {*foreign, *unknown}
+
+
+def test_shared_memory_is_named_after_its_owner_in_its_namespace():
+    region = shared_region(8)
+    assert memory.owner_of(Path(region.path)) == memory.ProcessId.current()
+    assert Path(region.path).name.startswith(f"posttrain-{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}.")
+    region.release()
+
+
 def test_an_owner_that_ends_normally_leaves_nothing():
     code = "from posttrain.weights.memory import shared_region; r = shared_region(8); print(r.path)"
     path = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

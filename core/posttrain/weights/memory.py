@@ -1,8 +1,9 @@
 """Host memory that publications and staging live in: private to this process, or a shared file that others map.
 
-Shared memory is a file under /dev/shm (elsewhere: the temporary folder) named after its owner's process, so that whoever
-comes next can remove what a dead owner left. It is reserved when it is created: too small a /dev/shm is an error with a fix
-here, not a bus error later.
+Shared memory is a file under /dev/shm (elsewhere: the temporary folder) named after its owner,
+`posttrain-<pid namespace>-<pid.start>-<serial>`, so that whoever comes next can remove what a dead owner left. Who is alive in
+another container that shares the folder cannot be told from here: its files are left alone. Memory is reserved when it is
+created: too small a /dev/shm is an error with a fix here, not a bus error later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.owner import ProcessId
+from posttrain.weights.owner import ProcessId, pid_namespace
 
 _PREFIX = "posttrain-"
 _serial = itertools.count()
@@ -62,7 +63,7 @@ def shared_region(nbytes: int) -> Region:
     """Reserve `nbytes` of shared memory owned by this process. Raises WeightSyncError when there is not enough."""
     folder = shared_folder()
     sweep(folder)
-    path = folder / f"{_PREFIX}{ProcessId.current()}-{next(_serial)}"
+    path = folder / f"{_own()}{next(_serial)}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         _reserve(fd, nbytes)
@@ -91,10 +92,10 @@ def attach(path: str) -> Region:
 
 
 def sweep(folder: Path | None = None) -> list[Path]:
-    """Unlink the shared memory of processes that are no longer alive; returns what was removed."""
+    """Unlink the shared memory of processes of this pid namespace that are no longer alive; returns what was removed."""
     removed = []
     for path in (folder or shared_folder()).glob(f"{_PREFIX}*"):
-        owner = ProcessId.parse(path.name.removeprefix(_PREFIX).rsplit("-", 1)[0])
+        owner = owner_of(path)
         if owner is not None and not owner.alive():
             with contextlib.suppress(OSError):  # somebody else was faster, or it is another user's
                 path.unlink()
@@ -102,11 +103,22 @@ def sweep(folder: Path | None = None) -> list[Path]:
     return removed
 
 
+def owner_of(path: Path) -> ProcessId | None:
+    """Whose file it is. None: no shared memory of ours, or of another pid namespace, where the same id is another process."""
+    namespace, _, rest = path.name.removeprefix(_PREFIX).partition("-")
+    return ProcessId.parse(rest.rpartition("-")[0]) if namespace == pid_namespace() else None
+
+
 def release_own() -> None:
     """Unlink all shared memory of this process: the last thing that it does. What is mapped stays mapped."""
-    for path in shared_folder().glob(f"{_PREFIX}{ProcessId.current()}-*"):
+    for path in shared_folder().glob(f"{_own()}*"):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _own() -> str:
+    """What the names of this process's files begin with."""
+    return f"{_PREFIX}{pid_namespace()}-{ProcessId.current()}-"
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -23,7 +23,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.weights.memory import Region, shared_region
 from posttrain.weights.nixl_agent import package
 from posttrain.weights.nixl_process import NixlProcess
-from posttrain.weights.owner import ProcessId
+from posttrain.weights.owner import ProcessId, pid_namespace
 from posttrain.weights.plan import Piece
 from posttrain.weights.transport import Handle, Transport, runs
 from posttrain.weights.ucx import warm_nixl
@@ -154,6 +154,6 @@ def _path(staging: Region) -> str:
 def _place() -> str:
     """Where process ids mean the same: this boot of this machine, in this container."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid_namespace()}"
     except OSError:
         return platform.node()

@@ -44,6 +44,15 @@ class ProcessId:
         return f"{self.pid}.{self.start}"
 
 
+def pid_namespace() -> str:
+    """The namespace in which this process's ids mean something (its inode), "0" where there is none: containers may share memory
+    but not process ids."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "0"
+
+
 def end_with(owner: ProcessId, *, last: Callable[[], object] | None = None) -> None:
     """Kill this process as soon as `owner` is gone (at once, where pidfd exists). Returns immediately.
 
