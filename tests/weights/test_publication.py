@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -63,6 +65,54 @@ def test_a_third_publication_replaces_the_older_unpulled_one(pool):
     with pytest.raises(WeightSyncError, match="publication 1 is not in the pool"):
         pool.hold(1)
     pool.hold(2)
+
+
+def test_a_hold_while_a_slot_is_being_taken_wins_or_is_refused(pool, monkeypatch):
+    """The driver holds on one thread while another publishes: between the choice of a slot and its end as a publication."""
+    pool.publish(1, weights(1.0))
+    pool.publish(2, weights(2.0))
+    choose, held, refused = pool._free_slot, [], []
+
+    def hold() -> None:
+        try:
+            pool.hold(1)
+            held.append(1)
+        except WeightSyncError as exc:
+            refused.append(exc.message)
+
+    holding = threading.Thread(target=hold)
+
+    def slowly():
+        slot = choose()
+        holding.start()
+        holding.join(0.2)
+        assert not held and not refused, "a hold went between"
+        return slot
+
+    monkeypatch.setattr(pool, "_free_slot", slowly)
+    pool.publish(3, weights(3.0))
+    holding.join(5)
+    assert refused == ["policy rank 0: publication 1 is not in the pool"] and not held
+    assert sum(slot.holders for slot in pool._slots) == 0
+
+    monkeypatch.setattr(pool, "_free_slot", choose)
+    pool.hold(2)
+    pool.publish(4, weights(4.0))  # the hold was first: its publication stays, and 3 goes
+    pool.release(2)
+    with pytest.raises(WeightSyncError, match="publication 3 is not in the pool"):
+        pool.hold(3)
+
+
+def test_a_slot_is_allocated_without_the_lock(pool):
+    allocate = pool._transport.allocate
+
+    def while_others_hold(nbytes):
+        assert not pool._state.locked(), "a driver that holds would wait for an allocation"
+        return allocate(nbytes)
+
+    pool._transport.allocate = while_others_hold
+    pool.publish(1, weights(1.0))
+    pool.publish(2, weights(2.0))
 
 
 def test_one_slot_is_enough_when_each_is_pulled_before_the_next(pool):

@@ -150,8 +150,7 @@ class PublicationPool:
             self._idle.clear()
         try:
             self._unwanted = self.at = None
-            slot = self._free_slot()
-            slot.publication, slot.pulled = None, False
+            slot = self._take_slot()
             slot.handle = self._transport.renew(slot.handle)
             digests = self._fill(slot.region.buffer, version, weights)
             publication = Publication(version, self.plan, digests, {self.rank: slot.handle})
@@ -176,13 +175,15 @@ class PublicationPool:
 
     def hold(self, version: int) -> None:
         """A lane starts to pull `version`: its slot stays as it is until released."""
-        slot = self._slot_of(version)
-        slot.holders, slot.pulled = slot.holders + 1, True
+        with self._state:
+            slot = self._slot_of(version)
+            slot.holders, slot.pulled = slot.holders + 1, True
 
     def release(self, version: int) -> None:
         """The inverse of `hold`."""
-        slot = self._slot_of(version)
-        slot.holders = max(0, slot.holders - 1)
+        with self._state:
+            slot = self._slot_of(version)
+            slot.holders = max(0, slot.holders - 1)
 
     def close(self) -> None:
         """Give back the slots and what the transport holds; idempotent."""
@@ -271,17 +272,28 @@ class PublicationPool:
             f"{self.peer}: publication {version} is not in the pool", cause="a newer one replaced it before it was pulled"
         )
 
-    def _free_slot(self) -> _Slot:
-        """An empty or new slot, else the older of the free ones, one that was never pulled last."""
+    def _take_slot(self) -> _Slot:
+        """A slot that nobody can hold any more: chosen and emptied in one, so that a lane holds it before that or is refused."""
         assert self.plan is not None
+        with self._state:
+            slot = self._free_slot()
+            if slot is not None:
+                slot.publication, slot.pulled = None, False
+                return slot
+        region, handle = self._transport.allocate(self.plan.slot_bytes(self.rank))  # not under the lock: it may take long
+        slot = _Slot(region, handle)
+        with self._state:
+            self._slots.append(slot)
+        return slot
+
+    def _free_slot(self) -> _Slot | None:
+        """An empty slot, None where a new one is to be made, else the older of the free ones, one that was never pulled last."""
         free = [s for s in self._slots if s.holders == 0]
         done = [s for s in free if s.publication is None or s.pulled]
         if done:
             return done[0]
         if len(self._slots) < SLOTS:
-            region, handle = self._transport.allocate(self.plan.slot_bytes(self.rank))
-            self._slots.append(_Slot(region, handle))
-            return self._slots[-1]
+            return None
         if free:
             return min(free, key=lambda s: s.publication.version if s.publication else -1)
         versions = sorted(s.publication.version for s in self._slots if s.publication)
