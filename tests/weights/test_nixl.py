@@ -31,6 +31,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.weights.failure import PeerFailure
 from posttrain.weights.memory import owner_of, private_region, shared_folder, sweep
 from posttrain.weights.nixl import NixlTransport
+from posttrain.weights.nixl_process import NixlProcess
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.plan import Bucket
 from posttrain.weights.receiver import Receiver
@@ -351,6 +352,33 @@ def test_neither_nixl_nor_ucx_writes_to_the_screen(
     said = [record.getMessage() for record in caplog.records]
     assert any("nixl_agent.cpp" in line for line in said)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_nixl_process_that_does_not_start_is_ended() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightSyncError, match="NIXL unknown is installed"):
+        NixlProcess("no_such_build", serve=False)
+    assert len(os.listdir("/proc/self/fd")) == before
+    nothing_of(os.getpid(), within=0.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout", "ucx"),
+        ("libcuda.so: not here", "nixl"),
+    ],
+)
+def test_what_ucx_printed_before_its_end_is_the_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, code: str
+) -> None:
+    program = tmp_path / "dies"
+    program.write_text(f"#!/bin/sh\necho '{line}' >&2\nkill -ABRT $$\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(WeightSyncError, match=r"the NIXL process ended \(SIGABRT\)") as caught:
+        NixlProcess("nixl_cu12", serve=True)
+    assert caught.value.code == code and line in str(caught.value)
 
 
 PULLS_ONCE = """

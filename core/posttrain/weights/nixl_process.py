@@ -56,7 +56,11 @@ class NixlProcess:
         self._reader = threading.Thread(target=self._read_log, name="posttrain-nixl-log", daemon=True)
         self._reader.start()
         self._ended = False
-        started = ProcessId.parse(self.ask({"do": "start"}, START_S)["id"])
+        try:
+            started = ProcessId.parse(self.ask({"do": "start"}, START_S)["id"])
+        except BaseException:
+            self.close()  # nobody else can: there is no object
+            raise
         assert started is not None
         self.id = started
 
@@ -120,7 +124,8 @@ class NixlProcess:
         said = next((line for line in reversed(self._printed) if line.strip()), "it printed nothing")
         return WeightSyncError(
             f"the NIXL process ended ({how})" + (f": {sign.message}" if sign else ""),
-            cause=sign.cause if sign else said, fix=sign.fix if sign else "read logs/weights.log", code="nixl",
+            cause=sign.cause if sign else said, fix=sign.fix if sign else "read logs/weights.log",
+            code=sign.code if sign else "nixl", anchor=sign.anchor if sign else "",
         )  # fmt: skip
 
 
