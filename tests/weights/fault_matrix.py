@@ -145,7 +145,7 @@ class Matrix:
         after = await self._after_a_failure(cell)
         await self._heal(cell)
         retry = await self._retries(cell)
-        drop = await self._drops(cell) if cell.of_lane else "-"
+        drop = await self._drops(cell) if cell.of_lane else await self._drops_nobody(cell)
         return Row(cell, seconds, first, after, retry, drop)
 
     async def _raises(self, cell: Cell) -> tuple[float, str]:
@@ -281,6 +281,23 @@ class Matrix:
         self.plane.lanes = list(self.lanes)
         await self._works("raise")
         return "raises" if canary else "goes on"
+
+    async def _drops_nobody(self, cell: Cell) -> str:
+        """on_failure=drop_lane blames no lane for what a policy rank did: the update fails, and every lane stays and serves."""
+        await self._arm(cell, "drop_lane")
+        before = self.plane.version
+        try:
+            await self._sync()
+        except WeightSyncError as exc:
+            assert cell.peer in str(exc), f"{cell}: the peer is not named:\n{exc}"
+        else:
+            raise AssertionError(f"{cell}: the update went through")
+        assert self.plane.lanes == self.lanes, f"{cell}: a lane was dropped"
+        for lane in self.lanes:
+            assert await lane.ask() == (expected_answer(before), before)
+        await self._disarm()
+        await self._heal(cell)
+        return "raises"
 
     # ---- steps
 

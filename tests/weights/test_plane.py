@@ -316,6 +316,54 @@ def test_on_failure_drop_lane_goes_on_with_the_others_and_ends_with_the_last():
     run(sync.close())
 
 
+def test_on_failure_drop_lane_drops_no_lane_for_a_corrupt_publisher():
+    engines, sync = both(engines=3, on_failure="drop_lane")
+    pool = sync.publisher.pool
+    publish = pool.publish
+
+    def damaged(version, weights):
+        publication = publish(version, weights)
+        pool._slot_of(version).region.buffer[0] ^= 1
+        return publication
+
+    async def scenario() -> None:
+        await sync.sync(1)
+        pool.publish = damaged
+        with pytest.raises(WeightSyncError, match=r"rollout-\d: bucket 0 of publication 2 arrived damaged"):
+            await sync.sync(2)
+        pool.publish = publish
+        assert len(sync.lanes) == 3 and [await e.ask(0) for e in engines] == [(6, 1)] * 3
+        await sync.sync(3)
+        assert [e.version for e in engines] == [3, 3, 3]
+
+    run(scenario())
+    run(sync.close())
+
+
+def test_on_failure_drop_lane_drops_no_lane_for_a_dead_publisher():
+    """The first lane that sees it says so: the others, which may still map its memory, are not asked again."""
+    engines, sync = both(engines=3, on_failure="drop_lane")
+    pulls: list[int] = []
+
+    async def scenario() -> None:
+        await sync.sync(1)
+        for i, lane in enumerate(sync.lanes):
+
+            def gone(handle, pieces, into, i=i) -> None:
+                pulls.append(i)
+                raise WeightSyncError("was not pulled: its process died", code="peer")
+
+            lane._transport.pull = gone
+        with pytest.raises(WeightSyncError, match="its process died") as caught:
+            await sync.sync(2)
+        assert caught.value.code == "peer" and len(sync.lanes) == 3
+        assert len(set(pulls)) == len(pulls), "a lane was asked again"
+        assert [await e.ask(0) for e in engines] == [(6, 1)] * 3
+
+    run(scenario())
+    run(sync.close())
+
+
 def test_versions_advance():
     engines, sync = both(engines=1)
     run(sync.sync(3))

@@ -35,7 +35,9 @@ class InprocTransport(Transport):
         source = _slots.get(handle["slot"])
         if source is None or not source.nbytes:
             raise WeightSyncError(
-                f"was not pulled: slot {handle['slot']} is not in this process", cause="it was closed, or is another process's"
+                f"was not pulled: slot {handle['slot']} is not in this process",
+                cause="it was closed, or is another process's",
+                code="peer",
             )
         copy_pieces(source.buffer, pieces, into.buffer)
 

@@ -84,7 +84,9 @@ def attach(path: str) -> Region:
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError as exc:
-        raise WeightSyncError(f"was not pulled: shared memory {path} is gone", cause="its owner closed it or died") from exc
+        raise WeightSyncError(
+            f"was not pulled: shared memory {path} is gone", cause="its owner closed it or died", code="peer"
+        ) from exc
     try:
         return _map_region(fd, os.fstat(fd).st_size, path)
     finally:

@@ -5,7 +5,8 @@
 The first failure is the origin: it is recorded, every other lane is told and stops within a bucket. A failure before the vote
 touches no engine: the old version stays advertised and serves. A failure after it makes that lane invalid; the other lanes end
 what they have begun to apply. `weights.on_failure` decides what follows: raise; heal the lanes and retry once; or go on without
-the lane that failed. Every wait has a deadline.
+the lane that failed, once another one has read the publication: what no lane can read is the publisher's fault. Every wait has
+a deadline.
 """
 
 from __future__ import annotations
@@ -149,38 +150,43 @@ class WeightPlane:
 
     async def _stage(self, publication: Publication) -> None:
         """Until every lane that is left has voted. Lanes that were told to stop stage again."""
-        attempts = 1
-        while failure := await self._stage_all(publication):
+        lanes, failures, attempts = list(self.lanes), dict[LaneEnd, PeerFailure](), 1
+        while failure := await self._stage_all(publication, lanes):
             failed, origin, answered = failure
-            if self.config.on_failure == "drop_lane":
-                await self._drop({failed: origin})
+            if self.config.on_failure == "drop_lane" and len(lanes) > 1 and not _of_publisher(origin):
+                lanes.remove(failed)
+                failures[failed] = origin
             elif self.config.on_failure == "rebuild_and_retry" and attempts == 1:
                 attempts += 1
                 for lane in [lane for lane in self.lanes if lane.name not in answered]:
                     await self._rebuild(lane)
             else:
-                raise origin
+                raise self._record(first([*failures.values(), origin]))
+        if failures:
+            await self._drop(failures)
 
-    async def _stage_all(self, publication: Publication) -> tuple[LaneEnd, PeerFailure, set[str]] | None:
-        """All lanes side by side; the first failure ends the others. Returns it, and who acknowledged the end."""
+    async def _stage_all(
+        self, publication: Publication, lanes: Sequence[LaneEnd]
+    ) -> tuple[LaneEnd, PeerFailure, set[str]] | None:
+        """These lanes side by side; the first failure ends the others. Returns it, and who acknowledged the end."""
         timeout = self.config.stage_timeout_s
-        gate = asyncio.Semaphore(self.config.max_concurrent_lanes or len(self.lanes))
+        gate = asyncio.Semaphore(self.config.max_concurrent_lanes or len(lanes))
 
         async def stage(lane: LaneEnd) -> None:
             async with gate:
                 await self._of_lane(lane, "stage", lane.stage(publication, timeout=timeout), timeout)
 
-        tasks = {asyncio.ensure_future(stage(lane)): lane for lane in self.lanes}
+        tasks = {asyncio.ensure_future(stage(lane)): lane for lane in lanes}
         answered: set[str] = set()
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if not (failures := _failures(done)):
                 return None
-            answered = await self._stop(self.lanes, f"another lane failed: {first(failures).message}")
+            answered = await self._stop(lanes, f"another lane failed: {first(failures).message}")
             if pending:
                 done, pending = await asyncio.wait(tasks, timeout=self.config.abort_timeout_s)
         except asyncio.CancelledError:
-            await self._stop(self.lanes, "the update was cancelled")
+            await self._stop(lanes, "the update was cancelled")
             raise
         finally:
             for task in tasks:
@@ -298,6 +304,11 @@ class WeightPlane:
         began = time.perf_counter()
         await work
         metrics[key] = time.perf_counter() - began
+
+
+def _of_publisher(failure: PeerFailure) -> bool:
+    """Whether the lane that saw it is not to blame: who published died (code `peer`), or a policy rank failed."""
+    return failure.code == "peer" or failure.peer.startswith("policy")
 
 
 def _failures(tasks: Iterable[asyncio.Future[Any]]) -> list[PeerFailure]:
