@@ -35,6 +35,17 @@ def test_defaults_experiment_file_command_line_in_this_order(tmp_path) -> None:
     assert loaded.experiment == "toy_grpo"
 
 
+def test_the_options_of_a_transport_are_checked_without_importing_it() -> None:
+    nixl = [TOY, "weights.transport=nixl"]
+    loaded = load_config([*nixl, "weights.options.timeout_s=7", "weights.options.device=cuda:0"])
+    assert loaded.config.weights.options == {"timeout_s": 7.0, "device": "cuda:0"}
+    assert load_config(nixl).config.weights.options == {}
+    assert "did you mean weights.options.timeout_s?" in refused(*nixl, "weights.options.timeout=7")
+    assert "weights.options.timeout_s" in refused(*nixl, "weights.options.timeout_s=soon")
+    assert "weights.transport is auto" in refused(TOY, "weights.options.timeout_s=7")
+    assert "weights.options" in refused(TOY, "weights.transport=shm", "weights.options.timeout_s=7")
+
+
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_plus_signs_mean_nothing(prefix) -> None:
     assert load_config([TOY, f"{prefix}rl.steps=9"]).config.rl.steps == 9

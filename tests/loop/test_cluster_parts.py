@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 
+from posttrain.config import load_config
 from posttrain.errors import ConfigError, RunInterrupted
+from posttrain.loop.build import build_transport
 from posttrain.loop.cluster import check_machines
 from posttrain.placement.host import Place
 from posttrain.placement.out_of_memory import ran_out
+from posttrain.policy import rank
+from posttrain.rollout.body import RolloutBody
+from posttrain.rollout.engine import EngineSpec
 from posttrain.weights.owner import ProcessId
 
 
@@ -21,6 +28,22 @@ def test_shared_memory_does_not_cross_machines() -> None:
     with pytest.raises(ConfigError, match="is memory of one machine, and the roles are on a, b") as caught:
         check_machines("shm", [place("a", "1"), place("b", "2")])
     assert "weights.transport=nixl" in caught.value.fix
+
+
+def test_the_options_of_the_transport_reach_every_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["experiment=arithmetic_grpo", "weights.transport=nixl", "weights.options.timeout_s=7"]).config
+    assert build_transport(config).options.timeout_s == 7.0  # type: ignore[attr-defined]
+
+    spec = EngineSpec(model_path="", dtype="float32", max_model_len=8, max_num_seqs=1, eos_token_ids=())
+    body = RolloutBody(
+        "rollout-0", engine="hf", options={}, spec=spec, transport="nixl", transport_options=config.weights.options
+    )
+    assert body.receiver._transport.options.timeout_s == 7.0  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(rank, "Policy", MagicMock())
+    end = rank.PolicyRank()
+    end.start(0, 1, "", 0, config, "", "posttrain.loop.prepare:build_run_objective", "nixl")
+    assert end.publisher.pool._transport.options.timeout_s == 7.0  # type: ignore[attr-defined]
 
 
 def test_a_role_that_ray_ended_for_its_memory_ran_out_of_it() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.layers import Layers
 from posttrain.config.preference import check_preference
-from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, HookConfig, Plugin, RunConfig
+from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, HookConfig, Plugin, RunConfig, WeightsConfig
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
 from posttrain.errors import PosttrainError
 from posttrain.plugins.build import option_fields
@@ -43,8 +43,7 @@ class PluginCheck:
             engine = self.options("engines", config.rollout.engine, config.rollout.options, "rollout.engine", "rollout.options")
         environments = tuple(self.environment(e, f"environments[{i}]") for i, e in enumerate(config.environments))
         hooks = tuple(self.hook(h, f"hooks[{i}]") for i, h in enumerate(config.hooks))
-        if config.weights.transport != "auto":
-            self.options("transports", config.weights.transport, {}, "weights.transport", "weights")
+        transport = self.transport(config.weights)
         if config.rl.data.packer:
             self.options("datapackers", config.rl.data.packer, {}, "rl.data.packer", "rl.data")
         self.walker.problems += check_preference(config)
@@ -54,7 +53,18 @@ class PluginCheck:
             hooks=hooks,
             rl=replace(config.rl, objective=objective),
             rollout=replace(config.rollout, options=engine),
+            weights=replace(config.weights, options=transport),
         )
+
+    def transport(self, config: WeightsConfig) -> dict[str, Any]:
+        """The checked options of the transport; whose they are must be said."""
+        if config.transport != "auto":
+            return self.options("transports", config.transport, config.options, "weights.transport", "weights.options")
+        if config.options:
+            self.walker.report(
+                "weights.options", "are of no transport yet: weights.transport is auto", "name it: weights.transport=nixl"
+            )
+        return {}
 
     def objective(self, config: RunConfig) -> Plugin:
         """The objective with every option resolved (`auto` too), except `max_tokens`, which follows rollout.max_tokens."""

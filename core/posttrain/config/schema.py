@@ -165,6 +165,7 @@ class ValidationConfig:
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     transport: str = "auto"  # inproc, shm, nixl; auto: nixl under ray, else inproc for embedded engines and shm for others
+    options: dict[str, Any] = field(default_factory=dict)  # the transport's own options
     bucket_bytes: int = 64 * 2**20  # largest piece of a publication
     canary_every: int = 50  # publications between canaries after the first; 0: only the first
     canary_max_fp32: float = 1e-4  # nats

@@ -143,4 +143,4 @@ def build_transport(config: RunConfig) -> Transport:
     name = config.weights.transport
     if name == "auto":
         name = "inproc" if config.rollout.engine in EMBEDDED else "shm"
-    return plugins.build("transports", name, where="weights.transport")  # type: ignore[no-any-return]
+    return plugins.build("transports", name, config.weights.options, where="weights.options")  # type: ignore[no-any-return]

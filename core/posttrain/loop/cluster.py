@@ -82,7 +82,7 @@ class Hosting:
             kwargs = {
                 "name": seat.name, "number": seat.index, "engine": config.rollout.engine, "options": config.rollout.options,
                 "spec": replace(spec, log_dir=logs), "transport": transport(config),
-                "compare_bytes": config.weights.verify_weight_values,
+                "transport_options": config.weights.options, "compare_bytes": config.weights.verify_weight_values,
             }  # fmt: skip
             self._add(seat, "posttrain.rollout.body:RolloutBody", kwargs, ["engines"])
         may_lose = config.weights.on_failure != "raise"

@@ -81,7 +81,7 @@ class PolicyRank:
             policy = self._policy = Policy(config, model_path, built, mesh=_mesh(config, world))
         grid, weights = config.grid, config.weights
         pool = PublicationPool(
-            plugins.build("transports", transport, where="weights.transport"),
+            plugins.build("transports", transport, weights.options, where="weights.options"),
             bucket_bytes=weights.bucket_bytes,
             dtype=config.rollout.dtype,
             shards=fsdp_shards(grid.dp_replicate, grid.dp_shard),

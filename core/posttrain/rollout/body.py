@@ -24,8 +24,8 @@ PROGRESS_S = 0.05
 
 
 class RolloutBody:
-    """engine, options, transport: plug-ins by name, built here.   number: of this lane among the lanes.   compare_bytes: see
-    `weights.verify_weight_values`."""
+    """engine, transport: plug-ins by name, built here with `options` and `transport_options`.   number: of this lane among the
+    lanes.   compare_bytes: see `weights.verify_weight_values`."""
 
     def __init__(
         self,
@@ -35,11 +35,12 @@ class RolloutBody:
         options: Mapping[str, Any],
         spec: EngineSpec,
         transport: str,
+        transport_options: Mapping[str, Any] | None = None,
         number: int = 0,
         compare_bytes: bool = False,
     ) -> None:
         self.engine: Engine = plugins.build("engines", engine, dict(options), where="rollout.options", spec=spec)
-        end = plugins.build("transports", transport, where="weights.transport")
+        end = plugins.build("transports", transport, dict(transport_options or {}), where="weights.options")
         self.receiver = Receiver(self.engine, end, name=name, number=number, compare_bytes=compare_bytes)
 
     async def start(self) -> None:

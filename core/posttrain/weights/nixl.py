@@ -43,10 +43,8 @@ class NixlTransport(Transport):
 
     @dataclass(frozen=True)
     class Options:
-        """timeout_s: seconds that one bucket may take     device: where slots are: cpu, or cuda:<index>"""
-
-        timeout_s: float = 60.0
-        device: str = "cpu"
+        timeout_s: float = 60.0  # seconds that one bucket may take
+        device: str = "cpu"  # where a policy rank keeps its slots: cpu, or cuda:<index>
 
     options: Options
 
