@@ -173,6 +173,19 @@ def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, 
         assert read_metrics(resumed.run)[-1]["step"] == 3
 
 
+@pytest.mark.parametrize(
+    ("role", "when", "after_s"),
+    [("policy-0", "trajectory_scored", 0.3), ("policy-1", "before_publish", 0.05), ("rollout-1", "before_publish", 0.1)],
+)
+def test_a_death_at_any_other_moment_is_named_too(root: Path, role: str, when: str, after_s: float) -> None:
+    """In optimizer steps, while weights are staged or applied: whatever the run was doing then."""
+    options = f"{{role: {role}, when: {when}, step: 2, after_s: {after_s}}}"
+    with pytest.raises(PosttrainError) as caught:
+        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", "rl.steps=200", "checkpoint.every=0")
+    assert f"{role} died" in str(caught.value) and caught.value.retryable, str(caught.value)
+    assert gone(pids(newest(root)))
+
+
 @pytest.mark.parametrize("when", ["trajectory_scored", "before_publish"])
 def test_a_dead_replica_is_replaced_where_the_config_says_so(root: Path, whole: Any, when: str) -> None:
     """Its prompts go to the other one with the same seeds, so that the run's numbers are those of the undisturbed one."""
@@ -224,6 +237,14 @@ def wait_for_step(root: Path, driver: subprocess.Popen[str], step: int) -> Path:
                 return run
         time.sleep(0.2)
     raise AssertionError("the run did not reach its step")
+
+
+def test_a_body_with_two_tensor_parallel_workers_serves_the_same_weights(root: Path) -> None:
+    """The canary holds its log-probs against the policy's; its workers end with it."""
+    wide = ["grid.shapes.rollout=[1,2]", "rollout.tensor_parallel_size=2", "rl.steps=1", "rl.batch_per_replica=32"]
+    result = train(load_config(["experiment=cluster_grpo", *wide, "validation.prompts=8", "tracking.display=none"]), run_dir=root)
+    assert read_metrics(result.run)[0]["tokens/trained"] > 0
+    assert gone(pids(result.run)) and not left_memory(pids(result.run))
 
 
 def test_with_vllm_bodies_the_reward_rises(root: Path) -> None:

@@ -115,6 +115,9 @@ def write(folder: Path, step: int, save_policy: Callable[[Path], None], loop_sta
             set_aside(target)
         aside.rename(target)
         sync(folder)
+    except RunInterrupted:  # a process that holds a part of the policy died: it says so itself
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     except Exception as exc:  # safetensors and torch.save have exceptions of their own for a full disk
         full = _is_full(folder, exc)
         shutil.rmtree(aside, ignore_errors=True)

@@ -153,7 +153,8 @@ def open_cluster(config: RunConfig, run_dir: RunDir, say: Callable[[str], None])
         cluster.reserve(plan, timeout=config.grid.start_timeout_s)
         nonce = stack.enter_context(written(run_dir.path))
         common = {
-            "logs": str(run_dir.logs), "driver": ProcessId.current(), "driver_boot": boot_id(), "nonce": nonce,
+            "logs": str(run_dir.logs), "nonce": nonce, "session": cluster.processes,
+            "driver": ProcessId.current(), "driver_boot": boot_id(),
             "threads": config.grid.threads or 1, "paths": tuple(path for path in sys.path if path), "folder": os.getcwd(),
         }  # fmt: skip
         owner = "its own Ray cluster" if cluster.own else f"the Ray cluster at {cluster.address}"

@@ -22,6 +22,7 @@ from typing import Any
 from posttrain.errors import EngineStartError
 from posttrain.placement.grid import Grid
 from posttrain.placement.ports import ray_version
+from posttrain.weights.owner import ProcessId
 
 SUPPORTED = ((2, 56), (3, 0))
 """Ray versions that this is written against: from the first, below the second."""
@@ -103,13 +104,17 @@ def _colocated(policy_ranks: int, replicas: int, width: int) -> Seats:
 
 @dataclass(eq=False)
 class Cluster:
-    """A cluster that this process is connected to.   own: started for this run   group: the reserved bundles"""
+    """A cluster that this process is connected to.
+
+    own: started for this run   processes: of the cluster, where it is   group: the reserved bundles
+    """
 
     address: str
     own: bool
     session_logs: Path
     nodes: int = 1
     gpus: float = 0.0
+    processes: tuple[ProcessId, ...] = ()
     group: Any = None
 
     def reserve(self, plan: Seats, *, timeout: float) -> None:
@@ -144,7 +149,7 @@ def connect(*, logs: Path, cpus: int = 0) -> Iterator[Cluster]:
             nodes = sum(node["Alive"] for node in ray.nodes())
             session = Path(context["session_dir"]) / "logs"
             _link_logs(session, logs)
-            yield Cluster(context["gcs_address"], not address, session, nodes, gpus)
+            yield Cluster(context["gcs_address"], not address, session, nodes, gpus, () if address else _children())
     finally:
         ray.shutdown()
 
@@ -223,6 +228,20 @@ def _too_small(plan: Seats, present: dict[str, float], waited: float | None = No
         fix="a smaller grid.shapes, grid.gpu_placement=colocated, or more nodes; another job may hold them (`ray status`)",
         code="cluster-too-small",
     )
+
+
+def _children() -> tuple[ProcessId, ...]:
+    """What Ray has started below this process."""
+    import psutil  # type: ignore[import-untyped]
+
+    found = [ProcessId.of(child.pid) for child in psutil.Process().children(recursive=True) if _is_ray(child)]
+    return tuple(found)
+
+
+def _is_ray(process: Any) -> bool:
+    with contextlib.suppress(Exception):  # it has just ended
+        return "ray" in process.name() or any("/ray/" in part or part.startswith("ray::") for part in process.cmdline())
+    return False
 
 
 @contextmanager

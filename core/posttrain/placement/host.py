@@ -11,12 +11,15 @@ processes of its own (`weights.nixl_process`), so that no order between it and N
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import functools
 import importlib
 import inspect
 import logging
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -54,6 +57,7 @@ class RoleSpec:
     driver    ends the role with it where both are on one machine
     paths     of the driver's `sys.path`, and `folder`, its working folder: a module beside the person's script is found where the
               storage is shared, and is an error that names the node where it is not
+    session   processes of the Ray cluster that the driver started, which have to go with it
     devices   GPU ids of other roles that it uses beside those that Ray gave it
     nonce     what the driver wrote into the folder for runs, to be seen here too
     """
@@ -68,6 +72,7 @@ class RoleSpec:
     plugins: tuple[PluginRef, ...] = ()
     paths: tuple[str, ...] = ()
     folder: str = ""
+    session: tuple[ProcessId, ...] = ()
     devices: tuple[str, ...] = ()
     nonce: Nonce | None = None
 
@@ -157,7 +162,7 @@ class Host:
         spec = self.spec
         log = _redirect(Path(spec.logs) / f"{spec.name}.log")
         if boot_id() == spec.driver_boot:
-            end_with(spec.driver, last=release_own)
+            end_with(spec.driver, last=functools.partial(_leave, spec.session))
         sys.path.extend(path for path in spec.paths if path not in sys.path)
         if spec.folder and Path(spec.folder).is_dir():
             os.chdir(spec.folder)
@@ -238,6 +243,18 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _leave(session: tuple[ProcessId, ...]) -> None:
+    """The driver is gone: give back this process's shared memory, and end what is left of the cluster that was the driver's own.
+
+    Ray's agents notice the end of their cluster after half a minute, if nobody tells them.
+    """
+    release_own()
+    for process in session:
+        if process.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def _redirect(path: Path) -> str:

@@ -344,6 +344,7 @@ def _ray_errors() -> tuple[type[BaseException], ...]:
 
 
 def _first_line(exc: BaseException) -> str:
-    text = str(exc).strip().splitlines()
-    reasons = [line.strip() for line in text if "exit" in line.lower() or "node" in line.lower()]
-    return (reasons or text or [type(exc).__name__])[0]
+    """What Ray says of the end of a process, without its advice."""
+    text = " ".join(str(exc).split())
+    detail = text.partition("Worker exit detail: ")[2] or text
+    return detail.partition(" Some common causes")[0][:300].rstrip(". ") or type(exc).__name__

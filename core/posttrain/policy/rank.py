@@ -71,7 +71,11 @@ class PolicyRank:
         timeout_s: for all ranks to arrive.   collective_timeout_s: of one operation between them.
         Raises RunInterrupted when the ranks do not meet.
         """
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # its log is read by people
         self.rank, self.world = rank, world
+        end = plugins.build("transports", transport, config.weights.options, where="weights.options")  # NIXL before NCCL
         with self._named("start"):
             if torch.cuda.is_available():
                 torch.cuda.set_device(0)  # the one device that this process was given
@@ -81,7 +85,7 @@ class PolicyRank:
             policy = self._policy = Policy(config, model_path, built, mesh=_mesh(config, world))
         grid, weights = config.grid, config.weights
         pool = PublicationPool(
-            plugins.build("transports", transport, weights.options, where="weights.options"),
+            end,
             bucket_bytes=weights.bucket_bytes,
             dtype=config.rollout.dtype,
             shards=fsdp_shards(grid.dp_replicate, grid.dp_shard),

@@ -54,6 +54,8 @@ class NixlTransport(Transport):
         self._processes: dict[Role, NixlProcess] = {}
         self._closed = False
         self._starting = threading.Lock()
+        if torch.device(self.options.device).type == "cuda" and torch.cuda.is_available():
+            warm_nixl()  # this process will register its slots itself: before a process group brings NCCL in
 
     def warm(self, role: Role = "pull") -> NixlProcess:
         """The NIXL process of this end, started if need be: early, so that the first update does not wait for it.

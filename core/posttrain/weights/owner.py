@@ -24,6 +24,11 @@ class ProcessId:
         return cls(os.getpid(), _start_time(os.getpid()) or 0)
 
     @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """A process that is alive now."""
+        return cls(pid, _start_time(pid) or 0)
+
+    @classmethod
     def parse(cls, text: str) -> ProcessId | None:
         """The inverse of `str`; None for text of another form."""
         pid, _, start = text.partition(".")
