@@ -248,10 +248,9 @@ def test_a_body_with_two_tensor_parallel_workers_serves_the_same_weights(root: P
 
 
 def test_with_vllm_bodies_the_reward_rises(root: Path) -> None:
-    result = train(
-        load_config(["experiment=cluster_grpo", "rl.steps=12", "rl.batch_per_replica=256", "tracking.display=none"]), run_dir=root
-    )
-    first, last = read_validation(result.run)[0], read_validation(result.run)[-1]
-    assert last["reward/mean"] > first["reward/mean"] + 0.2
-    assert (result.run / "logs" / "rollout-0" / "vllm.log").exists() and (result.run / "logs" / "rollout-1" / "vllm.log").exists()
+    few = ["rl.steps=4", "rl.batch_per_replica=64", "tracking.display=none"]
+    result = train(load_config(["experiment=cluster_grpo", *few]), run_dir=root)
+    first, last = (read_validation(result.run)[row]["validation/reward/mean"] for row in (0, -1))
+    assert last > first + 0.3
+    assert all((result.run / "logs" / name / "vllm.log").exists() for name in ("rollout-0", "rollout-1"))
     assert gone(pids(result.run))
