@@ -85,8 +85,9 @@ class Remote:
         import ray
 
         self.ended = True
-        with contextlib.suppress(Exception):
-            ray.kill(self.actor, no_restart=True)
+        if ray.is_initialized():  # every function of Ray starts a cluster where there is none, also for a thread that comes late
+            with contextlib.suppress(Exception):
+                ray.kill(self.actor, no_restart=True)
 
     def died(self, exc: BaseException) -> RunInterrupted:
         """The error that says that this role is gone; what UCX announced in its log before is the cause."""
@@ -318,6 +319,8 @@ def _stacks_of(roles: Sequence[Remote]) -> list[str]:
     """Where the threads of these roles are, for an error; one that does not answer within 2 s is said to be silent."""
     import ray
 
+    if not ray.is_initialized():
+        return []
     beats = {role.actor.beat.remote(True): role for role in roles}
     ready, _ = ray.wait(list(beats), num_returns=len(beats), timeout=2.0)
     lines = []
