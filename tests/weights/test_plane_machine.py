@@ -76,7 +76,11 @@ class FaultyLane(Receiver):
         stage = self.lane.stage
 
         def late(epoch: int, bucket: int) -> bool:
-            return stage(epoch - 1 if self.fires("wrong epoch") else epoch, bucket)
+            # by the bucket that is acknowledged: the transport may be at a later one already
+            wrong = self.fault == ("wrong epoch", bucket)
+            if wrong:
+                self.fault = None
+            return stage(epoch - 1 if wrong else epoch, bucket)
 
         self.lane.stage = late  # type: ignore[method-assign]
 
