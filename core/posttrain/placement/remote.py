@@ -103,13 +103,13 @@ class Remote:
             code="role-died",
         )
 
-    def stuck(self, seconds: float, stacks: Sequence[str] = ()) -> RunInterrupted:
+    def stuck(self, seconds: float) -> RunInterrupted:
         """The error that says that this role does not answer."""
         where = f"{self.name}" + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
         return RunInterrupted(
             f"{self.name} has not answered for {seconds:.0f} s",
             where=where,
-            cause="; ".join(["its process is stopped, frozen in a fault, or its machine is unreachable", *stacks]),
+            cause="its process is stopped, frozen in a fault, or its machine is unreachable",
             fix=f"read {self.spec.logs}/{self.name}.log, then go on with --resume; grid.heartbeat_timeout_s sets the limit",
             code="role-stuck",
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from posttrain.errors import RunInterrupted, WeightSyncError
+from posttrain.policy.partition import deal
 from posttrain.weights.deadline import in_thread
 from posttrain.weights.publication import Publication
 
@@ -179,9 +180,7 @@ class Replicas:
 
 def cells(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
     """The share of each replica: in order, sizes by divmod, the first ones a request longer."""
-    share, longer = divmod(len(requests), replicas)
-    starts = [cell * share + min(cell, longer) for cell in range(replicas + 1)]
-    return [list(requests[starts[cell] : starts[cell + 1]]) for cell in range(replicas)]
+    return [list(requests[share.start : share.stop]) for share in deal(len(requests), replicas)]
 
 
 async def _drain(lane: RemoteLane, requests: Sequence[Request], finished: asyncio.Queue[Item]) -> None:
