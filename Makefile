@@ -1,7 +1,7 @@
 # Each target sets up what it needs. `make setup` alone creates .venv; repeated calls are quick.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit integration test-adapters bench docs clean
+.PHONY: help setup demo test lint unit integration kills test-adapters bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,8 @@ help:
 	@echo "make setup   create .venv from requirements/cpu.txt"
 	@echo "make demo    a tiny model learns arithmetic by GRPO on this machine"
 	@echo "make test    linter, type checker and all tests"
-	@echo "make test-adapters   what does not resolve beside .venv (Trackio), tested in an environment of its own"
+	@echo "make test-adapters   what does not resolve beside .venv (Trackio, verifiers), tested in an environment of its own"
+	@echo "make kills   real runs, killed ten times and resumed: nothing is lost, nothing comes twice (half an hour)"
 	@echo "make bench   the benchmarks of docs/benchmarks.md"
 	@echo "make docs    the documentation as a static site in site/"
 
@@ -32,11 +33,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+WORKERS ?= 2
+
 unit: setup
-	$(BIN)/pytest tests --ignore=tests/integration --ignore=tests/benchmarks --ignore=tests/adapters
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile tests --ignore=tests/integration --ignore=tests/benchmarks --ignore=tests/adapters --ignore=tests/kills
 
 integration: setup
 	$(BIN)/pytest tests/integration
+
+kills: setup
+	$(BIN)/pytest tests/kills
 
 ADAPTERS := .venv-adapters
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))

@@ -15,7 +15,7 @@ from types import ModuleType
 from _markdown import code, prose, table
 
 from posttrain.config import rules, schema
-from posttrain.config.bounds import BOUNDS
+from posttrain.config.bounds import BOUNDS, EVAL_BOUNDS
 from posttrain.config.flat_keys import ABSENT, FAMILIES, FLAT_KEYS
 from posttrain.data.source import DataOptions
 from posttrain.objective import options
@@ -37,7 +37,6 @@ RULED: dict[str, tuple[str, str]] = {
     "grid.shapes.policy": ("`[1, dp_world]`", "[2,1]"),
     "grid.shapes.rollout": ("each at least 1", "[0,1]"),
     "environments[i].weight": ("above 0", "0"),
-    "evals[i].weight": ("above 0", ""),
     "hooks[i].timeout_s": ("above 0", "0"),
 }
 """Bounds of numbers that `config/rules.py` holds to, and a value that it refuses (a test tries each)."""
@@ -81,6 +80,8 @@ def bounds(key: str) -> str:
         return RULED[key][0]
     if f"{key}[0]" in BOUNDS:
         return f"each {BOUNDS[f'{key}[0]']}"
+    if key.startswith("evals[i]."):
+        return str(EVAL_BOUNDS.get(key.removeprefix("evals[i]."), ""))
     return str(BOUNDS.get(key, ""))
 
 

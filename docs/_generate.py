@@ -46,7 +46,7 @@ from posttrain.plugins.capabilities import CAPABILITIES
 from posttrain.tracking.metric_names import SECTIONS
 
 DOCS = Path(__file__).parent
-BLOCK = re.compile(r"(<!-- generated: ([\w-]+)((?: [\w./]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+)((?: [\w./-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def error_table(*codes: str) -> str:
@@ -147,7 +147,7 @@ def _when(hook: str) -> str:
 
 
 def capabilities(*_: str) -> str:
-    nouns = {"grid": "the grid (`grid.*`)", "run": "posttrain itself"}
+    nouns = {"grid": "the grid (`grid.*`)", "run": "posttrain itself", "config": "the config"}
     rows = [
         (code(one.name), one.meaning, ", ".join(nouns.get(role) or KINDS[role].noun for role in one.of) + "*" * one.assumed)
         for one in CAPABILITIES.values()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig as LoadedConfig
     from posttrain.config.load import load_config as load_config
     from posttrain.config.schema import RunConfig as RunConfig
+    from posttrain.data.agent_environment import AgentEnvironment as AgentEnvironment
     from posttrain.data.environment import Environment as Environment
     from posttrain.data.environment import EpisodeState as EpisodeState
     from posttrain.data.packer import DataPacker as DataPacker
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from posttrain.data.source import DataOptions as DataOptions
     from posttrain.data.source import load_rows as load_rows
     from posttrain.data.source import open_rows as open_rows
+    from posttrain.data.tool_environment import ToolEnvironment as ToolEnvironment
+    from posttrain.data.tool_environment import tool_metrics as tool_metrics
     from posttrain.hooks.hook import Hook as Hook
     from posttrain.loop.api import train as train
     from posttrain.loop.result import RunResult as RunResult
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from posttrain.policy.policy import Policy as Policy
     from posttrain.rollout.engine import Engine as Engine
     from posttrain.rollout.engine import EngineSpec as EngineSpec
+    from posttrain.rollout.judge import Judge as Judge
     from posttrain.rollout.scoring import score as score
     from posttrain.types import Completion as Completion
     from posttrain.types import Group as Group
@@ -45,9 +49,11 @@ _HOMES = {
     "posttrain.types": ("Completion", "Group", "Message", "Request", "Reward", "Sampling", "TokenBatch", "Trajectory", "Turn"),
     "posttrain.config.load": ("LoadedConfig", "load_config"),
     "posttrain.config.schema": ("RunConfig",),
+    "posttrain.data.agent_environment": ("AgentEnvironment",),
     "posttrain.data.environment": ("Environment", "EpisodeState"),
     "posttrain.data.packer": ("DataPacker", "init_data_packer"),
     "posttrain.data.source": ("DataOptions", "load_rows", "open_rows"),
+    "posttrain.data.tool_environment": ("ToolEnvironment", "tool_metrics"),
     "posttrain.hooks.hook": ("Hook",),
     "posttrain.loop.api": ("train",),
     "posttrain.loop.result": ("RunResult",),
@@ -57,6 +63,7 @@ _HOMES = {
     "posttrain.plugins.discovery": ("discover",),
     "posttrain.policy.policy": ("Policy",),
     "posttrain.rollout.engine": ("Engine", "EngineSpec"),
+    "posttrain.rollout.judge": ("Judge",),
     "posttrain.rollout.scoring": ("score",),
     "posttrain.weights.transport": ("Transport",),
 }

@@ -162,6 +162,12 @@ class WeightSyncError(PosttrainError, RuntimeError):
     retryable = True
 
 
+class SandboxError(PosttrainError, RuntimeError):
+    """A sandbox failed, not the program in it: what was to be scored there is unscorable."""
+
+    code, exit_code, retryable = "sandbox", EXIT_RETRYABLE, True
+
+
 class OptimizerDependencyError(PosttrainError, ModuleNotFoundError):
     """E16: an optimizer needs a package that is not there."""
 
@@ -225,6 +231,16 @@ CATALOGUE: dict[str, Entry] = {
         "the dataset is smaller than the number of workers, or the output root is not on a shared file system",
         "give the run a shared --run prefix, or a dataset with at least {world} items",
         f"{_TROUBLE}#wrong-or-missing-files-at-runtime",
+    ),
+    "E7": Entry(
+        RunAborted,
+        "dynamic sampling batch_step={step}: replay cells {cells} hold fewer informative trajectories than their quotas {quotas}",
+        "{held} informative groups of {each} trajectories after {rounds} round(s), {prompts} prompts: too few groups have "
+        "rewards that disagree ({zero} were all 0, {one} all 1); the step did not train",
+        "all 0: an easier task or a partial reward; all 1: a harder task; neither: a larger rl.group_size. A larger "
+        "rl.dynamic_sampling_max_extra_rollouts only defers this when no prompt gives rewards that disagree; "
+        "rl.dynamic_sampling_on_budget_exhausted=proceed fills the batch with tied groups instead",
+        f"{_TROUBLE}#a-batch-lacks-informative-groups",
     ),
     "E8": Entry(
         RunAborted,

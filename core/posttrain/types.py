@@ -66,6 +66,8 @@ class Trajectory:
 
     `token_ids` is everything after the prompt, environment tokens included; the sampled stop token is in it and is trained.
     Environment tokens have `mask` False, log-prob 0.0 and version -1.
+    An episode of several turns is one row, unless its template rewrote the history: `earlier` then holds the rows before this
+    one, each with the context that its tokens were sampled in. The reward is the whole episode's.
     Raises ValueError when the lists disagree in length.
     """
 
@@ -83,6 +85,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    earlier: list[Trajectory] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {
@@ -101,8 +104,18 @@ class Trajectory:
 
     @property
     def trained(self) -> bool:
-        """Whether the row may train: scorable and with at least one token that the model sampled."""
-        return self.scorable and any(self.mask)
+        """Whether it may train: scorable and with at least one token that the model sampled."""
+        return self.scorable and (any(self.mask) or any(any(row.mask) for row in self.earlier))
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """What trains on its own: the rows of the episode, in order, this one last."""
+        return [*self.earlier, self]
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the whole episode that a model sampled."""
+        return sum(sum(row.mask) for row in self.rows)
 
     @property
     def given(self) -> bool:
@@ -131,6 +144,7 @@ class Group:
 class Sampling:
     """How an engine draws tokens. Stop ids are the engine's business: every EOS id of the model, plus `stop_token_ids`.
 
+    `stop` are texts that end a completion, which keeps them.
     `temperature` 0 is greedy (validation and evals only; log-probs are then those of temperature 1).
     `top_p`, `top_k`, `min_p` are refused in training (the trainer would need the mask of the nucleus).
     """
@@ -142,6 +156,7 @@ class Sampling:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
     @property
     def filtered(self) -> bool:

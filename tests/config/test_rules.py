@@ -28,19 +28,15 @@ TOY = "experiment=toy_grpo"
             ["rl.mini_batch_per_replica=8", "rl.micro_batch_per_replica=16"],
             ["does not divide rl.mini_batch_per_replica=8", "legal: 1, 2, 4, 8"],
         ),
+        (["rollout.stop=['>','']"], ["rollout.stop: holds an empty text"]),
         (["rl.batch_per_replica=0"], ["rl.batch_per_replica: is 0, must be at least 1"]),
         (["rl.routing_replay=rollout"], ["not available yet", "set rl.routing_replay=off"]),
         (["grid.num_replicas=2"], ["grid.num_replicas: 2 under grid.backend=local", "set grid.backend=ray"]),
-        (["rollout.max_async_rollout=1"], ["not available yet", "strictly on-policy"]),
-        (["rl.min_informative_groups=2"], ["rl.min_informative_groups: not available yet", "rl.discard_group_zero_advantage"]),
-        (["rl.min_informative_groups_frac=0.5"], ["rl.min_informative_groups_frac: not available yet"]),
-        (["evals=[{name: toy}]"], ["evals: not available yet", "validation"]),
-        (["rl.dynamic_sampling_max_extra_rollouts=3"], ["rl.dynamic_sampling_max_extra_rollouts: not available yet"]),
-        (["rl.dynamic_sampling_on_budget_exhausted=proceed"], ["not available yet", "budget_exhausted=raise"]),
-        (["rollout.max_off_policy_steps=4"], ["rollout.max_off_policy_steps: not available yet", "strictly on-policy"]),
+        (
+            ["rollout.max_async_rollout=2", "rollout.max_off_policy_steps=1", "loop.commit_order=arrival"],
+            ["rollout.max_off_policy_steps: 1 is below rollout.max_async_rollout=2", "set rollout.max_off_policy_steps=2"],
+        ),
         (["grid.gpu_placement=disaggregated"], ["disaggregated under grid.backend=local", "set grid.backend=ray"]),
-        (["loop.commit_order=arrival"], ["loop.commit_order: not available yet", "whole cohort", "set loop.commit_order=auto"]),
-        (["loop.commit_order=arrival", "rollout.engine=vllm"], ["loop.commit_order: not available yet"]),
         (["model.attn_implementation=eager"], ["model.attn_implementation: eager would not run", "rl.shared_prefix=false"]),
         (["grid.dp_shard=2"], ["grid.dp_shard: dp_replicate * dp_shard = 2 under grid.backend=local"]),
         (["environments=[{name: toy}, {name: toy}]"], ["environments[1]: repeats 'toy' with the same options"]),
@@ -51,6 +47,10 @@ TOY = "experiment=toy_grpo"
         ),
         (["rl.optimizer.lr=nan"], ["rl.optimizer.lr: is nan"]),
         (["rollout.base_port=70000"], ["rollout.base_port: is 70000, must be at least 1 and at most 65535"]),
+        (
+            ["rollout.base_port=65535", "grid.backend=ray", "grid.num_replicas=2"],
+            ["rollout.base_port: 65535 leaves no ports for 2 replicas", "set rollout.base_port to 65534 or less"],
+        ),
         (["rl.optimizer.betas=[0.9,1.0]"], ["rl.optimizer.betas[1]: is 1, must be at least 0 and below 1"]),
         (["model.name_or_path=''"], ["model.name_or_path: missing value"]),
         (["rl.group_size=1"], ["every advantage is 0", "set rl.group_size to 2 or more"]),
@@ -80,27 +80,72 @@ def test_two_ways_to_write_the_same_count() -> None:
         load_config([TOY, "rl.min_informative_groups=2", "rl.min_informative_groups_frac=0.5"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rl.min_informative_groups=5"], "5 informative groups in a batch of 4"),
+        (["rl.min_informative_groups=-1"], "is -1, must be at least 0"),
+        (["rl.min_informative_groups_frac=0.0"], "is 0, must be above 0 and at most 1"),
+        (["rl.min_informative_groups_frac=1.5"], "is 1.5, must be above 0 and at most 1"),
+        (["rl.group_size=1", "rl.min_informative_groups=2"], "rl.min_informative_groups: no group of one is informative"),
+        (["rl.dynamic_sampling_max_extra_rollouts=3"], "rl.dynamic_sampling_max_extra_rollouts: 3 has no effect"),
+        (["rl.dynamic_sampling_on_budget_exhausted=proceed"], "proceed has no effect: no informative groups are asked for"),
+        (["rollout.engine=none", "rl.min_informative_groups_frac=0.5"], "nothing is sampled with rollout.engine=none"),
+    ],
+)
+def test_quotas_of_dynamic_sampling_that_cannot_work(overrides, expected) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([TOY, *overrides])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rl.overlong_buffer_tokens=100"], "rl.overlong_buffer_tokens: 100 has no effect: rl.overlong_penalty_factor is off"),
+        (["rl.gibberish_token_threshold=9"], "9 has no effect: rl.filter_gibberish is off"),
+        (["rl.gibberish_logprob_offset=1.0"], "set rl.filter_gibberish=true, or leave rl.gibberish_logprob_offset out"),
+        (["rl.repetition_compression_threshold=5.0"], "5.0 has no effect: rl.filter_repetition is off"),
+        (["rl.repetition_compression_threshold=1.0"], "is 1, must be above 1"),
+        (["rl.overlong_penalty_factor=-1.0"], "is -1, must be at least 0"),
+        (["rl.filter_gibberish=true", "rl.gibberish_logprob_offset=0.0"], "is 0, must be above 0"),
+        (
+            ["rl.overlong_penalty_factor=0.5", "rl.overlong_buffer_tokens=257"],
+            "rl.overlong_buffer_tokens: 257 is more than rollout.max_tokens=256: every answer would lose",
+        ),
+        (["rl.filter_overlong=true", "rollout.engine=none"], "rl.filter_overlong: completions come with the data"),
+        (["rollout.max_async_rollout=1", "rollout.engine=none"], "rollout.max_async_rollout: 1 has no effect"),
+        (["loop.commit_order=arrival", "rollout.engine=none"], "loop.commit_order: arrival has no effect"),
+    ],
+)
+def test_what_cannot_work_among_other_things(overrides, expected) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([TOY, *overrides])
+    assert expected in str(caught.value)
+
+
 def test_each_absent_feature_is_told_on_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([TOY, "loop.commit_order=sideways", "rl.routing_replay=rollout", "rollout.max_async_rollout=2"])
-    assert str(caught.value).count("not available yet") == 2
+        load_config([TOY, "loop.commit_order=sideways", "rl.routing_replay=rollout"])
+    assert str(caught.value).count("not available yet") == 1
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["loop.commit_order=logical", "rollout.engine=vllm"],
-        ["rollout.max_off_policy_steps=8"],
-        ["rl.dynamic_sampling_on_budget_exhausted=raise"],
+        ["rollout.max_async_rollout=2", "rollout.max_off_policy_steps=2", "loop.commit_order=arrival"],
+        ["rollout.max_async_rollout=1"],
+        ["rl.min_informative_groups=2", "rl.dynamic_sampling_max_extra_rollouts=3"],
+        ["rl.min_informative_groups_frac=0.5", "rl.dynamic_sampling_on_budget_exhausted=proceed"],
+        ["rl.overlong_penalty_factor=0.5", "rl.overlong_buffer_tokens=128", "rl.filter_overlong=true"],
+        ["rl.filter_gibberish=true", "rl.gibberish_logprob_offset=1.5", "rl.filter_repetition=true"],
         ["model.attn_implementation=eager", "rl.shared_prefix=false"],
     ],
 )
 def test_what_changes_nothing_or_works_is_accepted(overrides) -> None:
     load_config([TOY, *overrides])
 
-
-def test_two_environments_of_one_name_with_different_options_are_fine() -> None:
-    assert len(load_config([TOY, "environments=[{name: toy}, {name: toy, options: {size: 9}}]"]).config.environments) == 2
 
 
 def test_greedy_validation_and_a_nucleus_there_are_fine() -> None:

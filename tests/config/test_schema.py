@@ -62,7 +62,7 @@ def test_a_tree_of_the_defaults_walks_to_the_defaults() -> None:
 
 
 @given(st.floats(allow_nan=True), st.floats(-10, 10), st.floats(-10, 10), st.booleans(), st.booleans())
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True, deadline=None)
 def test_ranges(value, low, high, open_low, open_high) -> None:
     allowed = Range(low, high, open_low, open_high)
     inside = (
@@ -81,7 +81,7 @@ def test_ranges(value, low, high, open_low, open_high) -> None:
         max_leaves=8,
     )
 )
-@settings(max_examples=80, derandomize=True)
+@settings(max_examples=80, derandomize=True, deadline=None)
 def test_no_tree_makes_the_walker_raise(tree) -> None:
     for key in ("rl", "rollout", "environments", "model", "seed", "grid"):
         walker = Walker(paths_of(RunConfig))

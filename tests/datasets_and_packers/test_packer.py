@@ -248,7 +248,7 @@ def test_case_tok_3_the_next_turn_keeps_the_sampled_ids(tmp_path: Path) -> None:
     )
     packer = packer_for(tmp_path, tokenizer)
     prompt = packer.get_rollout_input([{"role": "user", "content": "u"}])["prompt_ids"]
-    assert packer._encode("ab") == [vocabulary["ab"]]
+    assert packer.encode("ab") == [vocabulary["ab"]]
     stopped = packer.extend([*prompt, 3, 4, 2], [{"role": "user", "content": "ab"}])
     assert stopped == [*prompt, 3, 4, 2, vocabulary["["], vocabulary["ab"], vocabulary["]"]]
     cut = packer.extend([*prompt, 3, 4], [{"role": "user", "content": "u"}])  # truncated: the stop token is added, once

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from posttrain import plugins
 from posttrain.config.load import load_config
 from posttrain.data.environment import ChatOrText, Environment, EpisodeState, episode
 from posttrain.data.packer import engine_input, init_data_packer
+from posttrain.data.reward_range import Range
 from posttrain.errors import ConfigError, DataError, PosttrainError
 from posttrain.rollout.scoring import Scorer, score
 from posttrain.testing.env_contract import EnvContract
@@ -134,6 +136,20 @@ def test_a_list_is_a_weighted_sum_and_every_value_is_a_part(folder: Path) -> Non
     assert rewards[2].info == {"cause": "none", "error": "reward 'given': the reward is None"} and rewards[2].parts == {}
     assert rewards[3].parts == {"right": 0.0, "given": 2.0, "given/near": 1.0, "watched": 7.0}
     assert rewards[3].info == {"given": {"why": "close"}}
+
+
+def test_an_entry_may_say_how_its_value_is_shown(folder: Path) -> None:
+    several = [
+        {"name": "right", "reward": "my_rewards.py:score", "min": 0, "max": 1},
+        {"name": "words", "reward": "my_rewards.py:evaluate", "weight": -0.1, "better": "lower"},
+    ]
+    env = made(reward=several)
+    assert env.metrics == {"right": Range(0, 1, weight=1.0), "words": Range(better="lower", weight=-0.1)}
+    assert env.options.reward[0] | {"reward": ""} == {"name": "right", "reward": "", "weight": 1.0, "min": 0, "max": 1}
+    assert made().metrics == {} and pickle.loads(pickle.dumps(env)).options == env.options
+    for wrong in ({"min": 2, "max": 1}, {"better": "up"}, {"max": "much"}, {"least": 0}):
+        with pytest.raises(ConfigError):
+            made(reward=[{"reward": "my_rewards.py:score", **wrong}])
 
 
 def test_plain_functions_run_in_processes_and_coroutines_here_in_one_list(folder: Path) -> None:

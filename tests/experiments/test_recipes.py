@@ -20,7 +20,7 @@ from posttrain.tracking.metrics import read_metrics
 from posttrain_envs.countdown import Countdown
 from posttrain_experiments import countdown, tiny, tiny_countdown
 
-RECIPES = ("arithmetic_grpo", "arithmetic_nft", "countdown_grpo", "gsm8k_grpo", "preference_dpo", "smollm2_grpo")
+RECIPES = ("arithmetic_grpo", "arithmetic_nft", "countdown_grpo", "gsm8k_grpo", "mixed_envs", "preference_dpo", "smollm2_grpo")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -238,8 +238,9 @@ def nixl_pull(device: str, folder: Path) -> Numbers:
     import torch.distributed as dist
 
     from posttrain.policy import rank
+    from posttrain.weights.digest import bucket_digest
     from posttrain.weights.nixl import NixlTransport
-    from posttrain.weights.publication import PublicationPool, bucket_digest, whole
+    from posttrain.weights.publication import PublicationPool, complete_digests, whole
     from posttrain.weights.transport import views
     from posttrain.weights.ucx import warm_nixl
 
@@ -264,7 +265,7 @@ def nixl_pull(device: str, folder: Path) -> Numbers:
             for bucket in plan.buckets:
                 lane.pull(publication.handles[0], bucket.pieces, staging)
             seconds.append(time.perf_counter() - began)
-            for bucket, digest in zip(plan.buckets, publication.digests, strict=True):
+            for bucket, digest in zip(plan.buckets, complete_digests(publication, pool.digests(version)), strict=True):
                 found = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces])
                 expect(found == digest, f"bucket {bucket.index} of version {version} arrived damaged")
             for name, value in views(plan, staging.buffer):

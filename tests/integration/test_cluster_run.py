@@ -160,9 +160,10 @@ FAULTS = [
 
 @pytest.mark.parametrize(("role", "when", "number", "said"), FAULTS)
 def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, when: str, number: int, said: str) -> None:
-    options = f"{{role: {role}, when: {when}, step: 2, number: {number}}}"
+    """In step 4: step 3 was trained after the checkpoint of step 2 was begun, which waited for that of step 1."""
+    options = f"{{role: {role}, when: {when}, step: 4, number: {number}}}"
     with pytest.raises(PosttrainError) as caught:
-        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]")
+        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", "rl.steps=4")
     run = newest(root)
     assert said in str(caught.value) and caught.value.retryable, str(caught.value)
     assert role in str(caught.value.where) or role in caught.value.message
@@ -170,7 +171,7 @@ def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, 
     assert [c.step for c in checkpoint.find(run / "checkpoints")]  # what was done before is not lost
     if (role, number) == ("policy-0", 9):
         resumed = start(root, "hooks=[]", resume=run)
-        assert read_metrics(resumed.run)[-1]["step"] == 3
+        assert read_metrics(resumed.run)[-1]["step"] == 4
 
 
 @pytest.mark.parametrize(

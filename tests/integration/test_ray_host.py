@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ import psutil
 import pytest
 
 from posttrain.errors import EngineStartError, PackerError, PluginError, RunAborted, RunInterrupted, WaitExpired, WeightSyncError
+from posttrain.loop.policy_group import RemoteRank
 from posttrain.placement.cluster import Cluster, Seat, Seats, connect
 from posttrain.placement.host import PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet, together
+from posttrain.weights.failure import PeerFailure
 from posttrain.weights.owner import ProcessId
+from posttrain.weights.publisher import GroupPublisher
 
 HERE = Path(__file__).parent.parent / "placement"
 PLAN = Seats(tuple({"CPU": 1.0} for _ in range(8)), ())
@@ -41,13 +45,21 @@ class Roles:
     def __init__(self, cluster: Cluster, logs: Path) -> None:
         self.fleet, self.logs = Fleet(cluster, heartbeat_timeout_s=3.0), logs
 
-    def make(self, count: int = 1, *, kwargs: dict[str, Any] | None = None, each: Any = None, **options: Any) -> list[Any]:
+    def make(
+        self,
+        count: int = 1,
+        *,
+        factory: str = "toy_roles:Toy",
+        kwargs: dict[str, Any] | None = None,
+        each: Any = None,
+        **options: Any,
+    ) -> list[Any]:
         made = []
         for i in range(count):
             name = f"toy-{i}"
             spec = RoleSpec(
                 name,
-                "toy_roles:Toy",
+                factory,
                 (each or {}).get(name, kwargs or {}),
                 str(self.logs),
                 ProcessId.current(),
@@ -145,6 +157,18 @@ def test_a_killed_role_is_named_with_its_pid_and_its_last_words(roles: Roles) ->
     assert str(toy.place.pid) in caught.value.where and "about to die" in caught.value.cause and caught.value.retryable
 
 
+def test_shared_memory_of_a_killed_role_s_processes_goes_with_them(roles: Roles) -> None:
+    """Ray ends the process group of a worker that died with SIGKILL, and what would have cleaned up with it."""
+    (toy,) = roles.make()
+    name = asyncio.run(toy.call("share", timeout=60))
+    assert (Path("/dev/shm") / name).exists()
+    os.kill(toy.place.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while (Path("/dev/shm") / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not (Path("/dev/shm") / name).exists()
+
+
 def test_what_ucx_announced_before_a_crash_is_the_cause(roles: Roles) -> None:
     (toy,) = roles.make()
     with pytest.raises(RunInterrupted, match="toy-0 died") as caught:
@@ -177,6 +201,31 @@ def test_the_watch_notices_a_stopped_process_and_ends_it(roles: Roles) -> None:
     assert not psutil.pid_exists(toy.place.pid)
 
 
+def test_every_role_says_where_it_is_at_once_and_one_that_cannot_is_silent(roles: Roles) -> None:
+    napping, stopped, dead = roles.make(3)
+
+    async def ask() -> dict[str, Any]:
+        nap = asyncio.ensure_future(napping.call("nap", 3.0, timeout=10))
+        await asyncio.sleep(0.2)
+        os.kill(stopped.place.pid, signal.SIGSTOP)
+        os.kill(dead.place.pid, signal.SIGKILL)
+        found = await roles.fleet.stacks(1.5)
+        await nap
+        return found
+
+    found = asyncio.run(ask())
+    os.kill(stopped.place.pid, signal.SIGCONT)
+    assert re.search(r"thread toy-0_0: nap \(toy_roles.py:\d+\) < run", found["toy-0"].short("toy-0"))
+    assert any("_answer (host.py" in task.line() for task in found["toy-0"].tasks), "\n".join(map(str, found["toy-0"].tasks))
+    assert found["toy-1"] == "silent: no answer within 1.5 s; its process is stopped, or its event loop is blocked"
+    assert found["toy-2"] == "silent: toy-2 died"
+
+
+def test_a_role_says_where_its_processes_are(roles: Roles) -> None:
+    (toy,) = roles.make(kwargs={"processes": {"VLLM::EngineCore (pid 7)": "in a forward"}})
+    assert asyncio.run(toy.beat(10, stacks=True)).processes == {"VLLM::EngineCore (pid 7)": "in a forward"}
+
+
 def test_a_collective_call_names_the_dead_and_not_those_who_lost_the_connection(roles: Roles) -> None:
     made = roles.make(2, each={"toy-1": {"answer": 1}})
     with pytest.raises(RunInterrupted, match="toy-1 died"):
@@ -187,6 +236,30 @@ def test_a_collective_call_that_is_late_names_who_is_late(roles: Roles) -> None:
     made = roles.make(2)
     with pytest.raises(WaitExpired, match="toy-0, toy-1 did not finish nap within 1 s"):
         together(made, "nap", 30.0, timeout=1)
+
+
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "toy-1 died"), (signal.SIGSTOP, "toy-1 did not finish publish")])
+def test_a_rank_that_is_lost_while_it_publishes_is_named_with_its_bucket(roles: Roles, number: int, cause: str) -> None:
+    """It died, or its process was stopped; the other rank takes back what it has published."""
+    toys = roles.make(2, factory="publishing_role:Rank", each={"toy-0": {"at": 5}, "toy-1": {"at": 3}})
+    ranks = [RemoteRank(toy, 4.0) for toy in toys]
+
+    async def publish() -> None:
+        part = await ranks[1].publish(1)
+        assert part.version == 1 and all((await ranks[1].digests(1)).values())
+        publishing = asyncio.ensure_future(GroupPublisher(ranks).publish(2))
+        async with asyncio.timeout(20):
+            while ranks[1].at != 3:
+                await asyncio.sleep(0.05)
+        os.kill(toys[1].place.pid, number)
+        await publishing
+
+    with pytest.raises(PeerFailure, match="toy-1 did not publish") as caught:
+        asyncio.run(publish())
+    os.kill(toys[1].place.pid, signal.SIGCONT) if number == signal.SIGSTOP else None
+    assert caught.value.bucket == 3 and cause in caught.value.cause
+    part = asyncio.run(ranks[0].publish(2))
+    assert part.version == 2, "it was not taken back"
 
 
 def test_results_of_a_collective_call_are_in_the_order_of_the_roles(roles: Roles) -> None:

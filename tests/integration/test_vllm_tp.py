@@ -9,16 +9,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from posttrain.errors import WeightSyncError
+from posttrain.config.schema import RunConfig
+from posttrain.errors import WaitExpired, WeightSyncError
+from posttrain.loop.hang import attended
+from posttrain.loop.waits import Waits
 from posttrain.types import Completion, Request, Sampling
 from posttrain.weights.canary import make_probe
-from posttrain.weights.publication import PublicationPool, whole
+from posttrain.weights.publication import PublicationPool, complete_digests, whole
 from posttrain.weights.shm import ShmTransport
 
 pytestmark = pytest.mark.integration
@@ -50,7 +55,8 @@ def test_both_workers_map_the_one_staging_copy_on_cores_of_their_own(rig: Any) -
     maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in workers]
     assert all(staging in text for text in maps)
     between = re.findall(r"/dev/shm/vllm_dist_.*", "".join(maps))
-    assert between and all(path.endswith(" (deleted)") for path in between), "however they end, it goes with them"
+    # none on processors for which vLLM has no shared-memory collectives of its own
+    assert all(path.endswith(" (deleted)") for path in between), "however they end, it goes with them"
     log = (rig.engine.spec.log_dir / "vllm.log").read_text()
     assert "local_world_size=2" in log and "local_rank=1, core ids=" in log
 
@@ -91,6 +97,7 @@ def test_the_body_stages_commits_and_scores(rig: Any) -> None:
         pool.hold(version + 1)
         async for _ in rig.body.stage(publication, 120.0):
             pass
+        await rig.body.prove(complete_digests(publication, pool.digests(version + 1)))
         assert rig.engine.weight_version() == version, "staging touches no engine"
         await rig.body.commit(120.0)
 
@@ -100,6 +107,33 @@ def test_the_body_stages_commits_and_scores(rig: Any) -> None:
     probe = make_probe(40)
     for got, wanted in zip(rig.run(rig.body.logprobs(probe)), rig.score(probe, 1.0), strict=True):
         assert got == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def test_a_core_that_is_stopped_is_what_the_report_of_a_hang_names(rig: Any, tmp_path: Path) -> None:
+    core, *workers = rig.engine._processes
+    given = {"engine": rig.engine, "scorer": None, "hosting": None, "config": RunConfig(), "watch": asyncio.Event().wait}
+    parts: Any = SimpleNamespace(run_dir=SimpleNamespace(logs=tmp_path), **given)
+    waits, request = Waits(), Request("late", [5, 6, 7], 1, 0, Sampling(200, ignore_eos=True))
+
+    async def generate() -> None:
+        core.suspend()
+        work = rig.collect(request)
+        await waits.bounded(work, name="completions of step 1", owner="rollout engine vllm", timeout=2, who="rollouts loop")
+
+    began = time.monotonic()
+    with pytest.raises(WaitExpired, match="waited 2 s for completions of step 1") as caught:
+        rig.run(attended(generate(), waits, parts))
+    took = time.monotonic() - began
+    core.resume()
+    report = next(tmp_path.glob("hang-*.txt"))
+    text = report.read_text()
+    assert took < 12 and str(report) in caught.value.fix
+    assert f"== VLLM::EngineCore (pid {core.pid})\n\nsilent: its process is stopped" in text
+    for number, worker in enumerate(workers):
+        found = re.search(rf"== VLLM::Worker_TP{number} \(pid {worker.pid}\)\n\n(.*?)(\n== |$)", text, re.DOTALL)
+        assert found and "worker_busy_loop" in found[1]
+    assert re.search(r"task rollouts loop\n(.*\n)*? +_stream .*rollout/vllm.py", text)
+    assert rig.gap() < TOLERANCE, "the core goes on"
 
 
 MISSING = {
@@ -124,6 +158,7 @@ def test_layers_of_a_worker_that_an_update_does_not_cover_are_named(rig: Any) ->
         try:
             async for _ in rig.body.stage(publication, 120.0):
                 pass
+            await rig.body.prove(complete_digests(publication, pool.digests(100)))
             await rig.body.commit(120.0)
         finally:
             pool.close()

@@ -22,10 +22,10 @@ from posttrain.rollout.vllm import VllmEngine
 from posttrain.testing.tiny_model import write_tiny_model
 from posttrain.types import Completion, Request, Sampling
 from posttrain.weights.canary import Canary, make_probe
+from posttrain.weights.digest import bucket_digest
 from posttrain.weights.memory import shared_region
 from posttrain.weights.plan import ParameterSpec, plan_buckets
 from posttrain.weights.plane import WeightPlane
-from posttrain.weights.publication import bucket_digest
 from posttrain.weights.shm import ShmTransport
 from posttrain.weights.transport import Staged, views
 

@@ -16,30 +16,32 @@ def draw(index: int) -> Draw:
 
 def test_a_draw_ends_once_and_is_written(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    ledger.drawn(draw(0), 1)
-    for state in ("dispatched", "finished", "admitted", "trained"):
-        ledger.move(0, state)
+    ledger.drawn(draw(0))
+    for state in ("dispatched", "drawn", "dispatched", "finished", "admitted", "trained"):
+        ledger.move(0, state, step=1)
     with pytest.raises(RunAborted, match="draw 0 cannot become trained: it is not open"):
         ledger.move(0, "trained")
     ledger.close()
     (line,) = (tmp_path / "ledger.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"draw": 0, "epoch": 0, "env": "env", "row": "row0", "step": 1, "state": "trained"}
+    assert json.loads(line) == {"draw": 0, "epoch": 0, "env": "env", "row": "row0", "state": "trained", "step": 1}
 
 
 def test_drawing_twice_is_refused():
     ledger = Ledger()
-    ledger.drawn(draw(3), 1)
+    ledger.drawn(draw(3))
     with pytest.raises(RunAborted, match="drawn twice"):
-        ledger.drawn(draw(3), 1)
+        ledger.drawn(draw(3))
 
 
-def test_lines_past_a_step_are_kept_aside(tmp_path):
+def test_lines_of_draws_that_will_end_again_are_kept_aside(tmp_path):
+    """A resume from step 2: 7 draws were taken by then, 4 of them are pending in the checkpoint."""
     path = tmp_path / "ledger.jsonl"
-    path.write_text("".join(json.dumps({"draw": i, "step": i + 1}) + "\n" for i in range(4)) + '{"draw": 4, "st')
-    Ledger(path).cut_after(2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    steps = {0: 1, 1: 2, 2: 3, 3: 3, 4: 3, 8: 3}
+    path.write_text("".join(json.dumps({"draw": i, "step": step}) + "\n" for i, step in steps.items()) + '{"draw": 9, "st')
+    Ledger(path).cut_after(2, drawn=7, pending=[3, 4, 5, 6])
+    assert [json.loads(line)["draw"] for line in path.read_text().splitlines()] == [0, 1, 2]
     aside = (tmp_path / "ledger.jsonl.superseded").read_text()
-    assert '"step": 3' in aside and '{"draw": 4, "st' in aside
+    assert all(f'"draw": {i}, ' in aside for i in (3, 4, 8)) and '{"draw": 9, "st' in aside
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -52,7 +54,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def take(self):
         index = len(self.model)
-        self.ledger.drawn(draw(index), 1)
+        self.ledger.drawn(draw(index))
         self.model[index] = "drawn"
 
     @rule(index=st.integers(0, 5), state=st.sampled_from(["dispatched", "finished", "admitted", "trained", "dropped"]))
@@ -68,15 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_draw_is_open_or_ended(self):
-        ended = self.ledger.counts["trained"] + self.ledger.counts["dropped"]
-        assert len(self.ledger.open) + ended == len(self.model)
-        assert ended == self.ended
-
-    @invariant()
-    def state_survives_a_round_trip(self):
-        other = Ledger()
-        other.load_state_dict(json.loads(json.dumps(self.ledger.state_dict())))
-        assert other.open == self.ledger.open
+        assert len(self.ledger.open) + self.ended == len(self.model)
 
 
 TestLedgerMachine = LedgerMachine.TestCase

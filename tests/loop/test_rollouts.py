@@ -6,6 +6,7 @@ import pytest
 
 from posttrain.data.dataset import Draw
 from posttrain.data.environment import Environment, episode
+from posttrain.data.packer import DataPacker
 from posttrain.data.special_tokens import SpecialTokens
 from posttrain.errors import DataError, PackerError
 from posttrain.loop.rollouts import Rollouts
@@ -25,15 +26,22 @@ class Echo(Environment):
         return 0.0
 
 
-class Bytes:
+class Bytes(DataPacker):
     """A packer of bytes: a text, or the text of its messages; ids pass as they are. BOS is 1."""
 
-    special_tokens = SpecialTokens(prefix=(1,))
+    get_policy_input = policy_compute_max_len = policy_collate_fn = None
+
+    def __init__(self):
+        super().__init__()
+        self.special_tokens = SpecialTokens(prefix=(1,))
 
     def get_rollout_input(self, prompt):
         if isinstance(prompt, str):
             return {"prompt_ids": [1, *prompt.encode()]}
         return {"prompt_ids": [1, *prompt[0]["content"].encode()] if isinstance(prompt[0], dict) else list(prompt)}
+
+    def encode(self, text):
+        return list(text.encode())
 
     def decode(self, ids):
         return bytes(ids).decode()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import SMALL, start
 
 from posttrain.config.load import load_config
 from posttrain.errors import ConfigError, DataError, RunAborted, RunInterrupted
@@ -14,32 +15,11 @@ from posttrain.loop.run import train
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.rollouts import read_rollouts
 
-SMALL = [
-    "experiment=arithmetic_grpo",
-    "model.factory_kwargs.steps=30",
-    "model.factory_kwargs.slip_steps=10",
-    "rl.batch_per_replica=16",
-    "rl.group_size=4",
-    "rl.steps=4",
-    "rl.discard_group_zero_advantage=false",
-    "validation.prompts=4",
-    "checkpoint.every=2",
-    "checkpoint.keep_last=null",
-    "grid.threads=1",
-    "tracking.display=none",
-]
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """One root for all runs, so that the model is made once."""
     return tmp_path_factory.mktemp("outputs")
-
-
-def start(root, *overrides, resume=None):
-    if resume is None:
-        return train(load_config([*SMALL, *overrides]), run_dir=root)
-    return train(load_config(list(overrides), config_file=Path(resume) / "config.yaml"), resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -114,21 +94,21 @@ def crash_after(root, step):
     class Crash(BaseException):
         pass
 
-    original = Controller._advertise
+    original = Controller._train
 
-    async def dying(self, version):
-        if version == step:
-            self.parts.ledger.flush()
+    async def dying(self, admitted):
+        if admitted.batch.step == step + 1:
+            await self.checkpoints.written()
             raise Crash
-        await original(self, version)
+        return await original(self, admitted)
 
     before = set(root.iterdir())
-    Controller._advertise = dying
+    Controller._train = dying
     try:
         with pytest.raises(Crash):
             start(root)
     finally:
-        Controller._advertise = original
+        Controller._train = original
     (run,) = [p for p in set(root.iterdir()) - before if (p / "config.yaml").exists()]
     return run
 
@@ -199,19 +179,17 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_is_intact(root, monkeypatch
 
     from posttrain.policy.policy import Policy
 
-    original = Policy.save
+    original = Policy.snapshot
 
-    def full_later(self, folder):
-        if self.version >= 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(self, folder)
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     before = set(root.iterdir())
-    monkeypatch.setattr(Policy, "save", full_later)
+    monkeypatch.setattr(Policy, "snapshot", lambda self: full if self.version >= 4 else original(self))
     with pytest.raises(RunInterrupted, match="checkpoint of step 4") as caught:
         start(root)
     assert caught.value.exit_code == 75 and "disk is full" in str(caught.value)
-    monkeypatch.setattr(Policy, "save", original)
+    monkeypatch.setattr(Policy, "snapshot", original)
     (run,) = [p for p in set(root.iterdir()) - before if (p / "config.yaml").exists()]
     assert [c.step for c in checkpoint.find(run / "checkpoints")] == [2]
     assert start(root, resume=run).steps_done == 2
@@ -247,3 +225,9 @@ def test_ctrl_c_and_sigterm_end_with_their_codes_and_the_run_can_go_on(tmp_path,
     (run,) = [p for p in tmp_path.iterdir() if (p / "config.yaml").exists()]
     last = checkpoint.find(run / "checkpoints")[-1]
     assert train(load_config([f"rl.steps={last.step + 1}"], config_file=run / "config.yaml"), resume=run).steps_done == 1
+
+
+def test_the_first_step_is_not_charged_with_bringing_up_the_engine(whole):
+    """The update to version 0, with its canary, belongs to no batch step."""
+    first = read_metrics(whole.run)[0]
+    assert "weights/canary_max" not in first and first["time/sync_s"] > 0

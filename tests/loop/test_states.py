@@ -92,14 +92,14 @@ def crashed(start: Callable[..., Any], site: Path, monkeypatch: pytest.MonkeyPat
     class Crash(BaseException):
         pass
 
-    async def dying(self: Controller, version: int) -> None:
-        if version == 3:
-            self.parts.ledger.flush()
+    async def dying(self: Controller, admitted: Any) -> Any:
+        if admitted.batch.step == 4:
+            await self.checkpoints.written()
             raise Crash
-        await original(self, version)
+        return await original(self, admitted)
 
-    original, before = Controller._advertise, set(site.iterdir())
-    monkeypatch.setattr(Controller, "_advertise", dying)
+    original, before = Controller._train, set(site.iterdir())
+    monkeypatch.setattr(Controller, "_train", dying)
     with pytest.raises(Crash):
         start()
     monkeypatch.undo()

@@ -27,7 +27,8 @@ def test_an_expired_wait_names_owner_deadline_key_and_the_other_waits():
     with pytest.raises(WaitExpired, match="waited 0.01 s for completions of step 4") as caught:
         asyncio.run(main())
     text = str(caught.value)
-    assert "owner: rollout engine hf" in text and "weights of version 3 ← weight plane" in text
+    assert "owner: rollout engine hf" in text and "waits for weight plane: weights of version 3 (0.0 of 5 s)" in text
+    assert "the chain of waits ends at rollout engine hf" in text and "completions of step 4 (0.0 of 0.01 s, over)" in text
     assert "rollout.generate_timeout_s" in text and isinstance(caught.value, TimeoutError)
     assert not waits.open
 
@@ -56,6 +57,15 @@ def test_changed_keys_sees_values_lists_and_absent_keys():
     assert [k for k, _, _ in changed_keys(old, new)] == ["environments", "rl.objective.clip_low", "rl.steps"]
 
 
+def test_what_ended_a_run_for_want_of_a_budget_may_be_raised_on_resume():
+    old = {"rl": {"dynamic_sampling_max_extra_rollouts": 1, "data": {"max_bad_rows": 0}, "min_informative_groups": 3}}
+    more = {"rl": {"dynamic_sampling_max_extra_rollouts": 4, "data": {"max_bad_rows": 5}, "min_informative_groups": 3}}
+    more["rl"]["dynamic_sampling_on_budget_exhausted"] = "proceed"
+    assert check_changes(old, more)[0] == "rl.data.max_bad_rows: 0 → 5" and len(check_changes(old, more)) == 3
+    with pytest.raises(ConfigError, match="rl.min_informative_groups: 3 → 2"):
+        check_changes(old, {"rl": {**old["rl"], "min_informative_groups": 2}})
+
+
 def test_a_resume_explains_allowed_changes_and_refuses_the_rest_at_once():
     old = {"rl": {"steps": 3, "lr_scheduler": {"name": "cosine"}}, "seed": 0, "rollout": {"temperature": 1.0}}
     longer = {"rl": {"steps": 9, "lr_scheduler": {"name": "cosine"}}, "seed": 0, "rollout": {"temperature": 1.0}}
@@ -65,3 +75,15 @@ def test_a_resume_explains_allowed_changes_and_refuses_the_rest_at_once():
     with pytest.raises(ConfigError, match="cannot change") as caught:
         check_changes(old, other)
     assert "seed: 0 → 1" in str(caught.value) and "rollout.temperature: 1.0 → 0.5" in str(caught.value)
+
+
+def test_a_loop_that_ends_as_cancelled_has_not_done_its_work():
+    async def cancelled():
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+        await asyncio.sleep(1)
+
+    async def others():
+        await asyncio.Event().wait()
+
+    with pytest.raises(RunAborted, match="was cancelled"):
+        asyncio.run(run_together(cancelled(), others()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain.config.load import load_config
 from posttrain.config.schema import GridConfig, ShapesConfig
-from posttrain.placement.grid import check_grid, resolve_grid
+from posttrain.placement.grid import check_grid, resolve_grid, transport_of
 
 
 def ray(**kwargs) -> GridConfig:
@@ -53,3 +54,17 @@ def test_e2_names_what_to_use_instead() -> None:
     (problem,) = check_grid(ray(policy=(2, 1)), 1)
     assert "grid.shapes.policy=[1,POLICY_RANKS]" in problem.fix and "dp_replicate * dp_shard" in problem.fix
     assert problem.error is not None and problem.error.code == "E2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["rollout.engine=hf"], "inproc"),
+        (["rollout.engine=vllm"], "shm"),
+        (["rollout.engine=hf", "grid.backend=ray"], "nixl"),
+        (["rollout.engine=hf", "weights.transport=shm"], "shm"),
+        (["rollout.engine=vllm", "grid.backend=ray", "weights.transport=shm"], "shm"),
+    ],
+)
+def test_the_transport_of_a_run_follows_where_its_roles_live(overrides, name) -> None:
+    assert transport_of(load_config(["experiment=arithmetic_grpo", *overrides]).config) == name

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from posttrain.errors import ConfigError
@@ -54,7 +55,8 @@ def test_a_free_port_has_no_holder(listener: socket.socket) -> None:
 def test_a_listener_is_named_with_its_process(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     found = holder(port, timeout=0.1)
-    assert found is not None and found.pid == os.getpid() and "python" in found.command and found.speaks == ""
+    assert found is not None and found.pid == os.getpid() and found.speaks == ""
+    assert found.command.split() == " ".join(psutil.Process().cmdline()).split()
     with pytest.raises(ConfigError, match=rf"port {port} is taken by process {os.getpid()}") as caught:
         check_free({port: "--ray-port"})
     assert caught.value.code == "port_taken" and "--ray-port" in caught.value.fix and "RAY_ADDRESS" not in caught.value.fix

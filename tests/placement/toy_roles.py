@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
+from multiprocessing import shared_memory
+from typing import Any
 
 from posttrain.errors import WeightSyncError
 
 
 class Toy:
-    def __init__(self, *, answer: int = 0, fail: str = "") -> None:
+    def __init__(self, *, answer: int = 0, fail: str = "", processes: dict[str, str] | None = None) -> None:
         if fail:
             raise WeightSyncError(f"the toy cannot be built: {fail}", fix="build another")
-        self.answer = answer
+        self.answer, self.processes = answer, processes or {}
+
+    async def stacks(self) -> dict[str, str]:
+        return self.processes
 
     def add(self, number: int) -> int:
         return self.answer + number
@@ -62,3 +69,19 @@ class Toy:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def share(self) -> str:
+        """The name of shared memory of a process of this role that takes its time to end, as an engine does."""
+        context = multiprocessing.get_context("spawn")
+        names = context.Queue()
+        context.Process(target=_share, args=(names, os.getpid())).start()
+        return str(names.get(timeout=30))
+
+
+def _share(names: Any, owner: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    held = shared_memory.SharedMemory(create=True, size=4096)
+    names.put(held.name)
+    while os.getppid() == owner:
+        time.sleep(0.05)
+    time.sleep(60)

@@ -60,7 +60,7 @@ BROKEN = {
     "rl-dependency": env(
         "dependency",
         "rl_dependency",
-        RAN + "import absent_games.wordle\n" + ENV.format(what="Needs a package that is not there."),
+        RAN + "import absent_games.hangman\n" + ENV.format(what="Needs a package that is not there."),
         version="0.3.1",
         extras={"games": ("absent-games>=0.7",)},
     ),
@@ -77,7 +77,7 @@ PARTS = {
         version="0.7",
     )
 }
-GOOD = {"rl-wordle": env("wordle", "rl_wordle", ENV.format(what="Six guesses."), version="0.3.1")}
+GOOD = {"rl-hangman": env("hangman", "rl_hangman", ENV.format(what="Six guesses."), version="0.3.1")}
 CATALOGS = {
     "lab-good": Package(
         {"posttrain.experiments": {"lab_good": "lab_good.recipes"}},

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from posttrain.cli.main import main
 from posttrain.config import load_config
-from posttrain.config.fit import algorithm_needs, offers, refuse_misfits
+from posttrain.config.fit import algorithm_needs, offers, refuse_misfits, selected
 from posttrain.config.load import LoadedConfig
+from posttrain.config.schema import Plugin, RLConfig, RunConfig
 from posttrain.errors import ConfigError, PluginError
 from posttrain.objective import build_objective
 from posttrain.plugins import discover, load, resolve
@@ -120,7 +121,7 @@ def test_nothing_depends_on_the_order_and_every_unmet_need_is_told_once(parts: l
 def test_every_capability_can_be_asked_for_and_says_what_to_do() -> None:
     for name, one in CAPABILITIES.items():
         assert one.name == name and one.meaning and one.of
-        assert set(one.of) <= {*KINDS, "grid", "run"}
+        assert set(one.of) <= {*KINDS, "grid", "run", "config"}
         assert all(fix or name in ("old_logprobs", "reference") for fix in one.of.values()), name  # a run always has these two
     said = {name for signs in SIGNS.values() for _, name in signs.values()}
     assert said <= set(CAPABILITIES)
@@ -136,9 +137,8 @@ the selected parts do not fit together: 3 needs are not met
 such as grpo
          images          environment 'essays' (lab-envs 2.0)    DataPacker 'decoder_only' (posttrain 0.1)  nothing installed
            fix: rl.data.packer: set rl.data.packer to one for vision models
-         multi_turn      environment 'a-long-name' (games 1.2)  a run of posttrain                         nothing installed
-           fix: environments[0].name: choose a single-turn environment, or remove env_response and score one turn: \
-runs do not drive turns yet
+         multi_turn      environment 'a-long-name' (games 1.2)  DataPacker 'decoder_only' (posttrain 0.1)  nothing installed
+           fix: rl.data.packer: choose a packer that implements extend(ids, messages), or a single-turn environment
   fix:   do what stands under each line; posttrain plugins list NAME tells what a plug-in needs and provides"""
 
 
@@ -147,8 +147,7 @@ def test_the_table_is_one_for_all_with_columns_and_a_fix_for_each() -> None:
         Part("algorithms", "nft", "posttrain 0.1.0", "rl.objective.name", Declared(needs=("binary_rewards",))),
         Part("envs", "a-long-name", "games 1.2", "environments[0].name", Declared(needs=("multi_turn",))),
         Part("envs", "essays", "lab-envs 2.0", "environments[1].name", Declared(needs=("images",), lacks=("binary_rewards",))),
-        Part("datapackers", "decoder_only", "posttrain 0.1", "rl.data.packer", Declared(provides=("multi_turn",))),
-        Part("run", "a run of posttrain", "", ""),
+        Part("datapackers", "decoder_only", "posttrain 0.1", "rl.data.packer"),
     ]
 
     def installed(role: str) -> list[Part]:
@@ -158,7 +157,7 @@ def test_the_table_is_one_for_all_with_columns_and_a_fix_for_each() -> None:
     exc = misfit(misfits(parts), installed)
     assert str(exc) == TABLE
     assert (exc.code, exc.exit_code) == ("misfit", 2)
-    assert [problem.path for problem in exc.problems] == ["environments[1].name", "rl.data.packer", "environments[0].name"]  # type: ignore[attr-defined]
+    assert [problem.path for problem in exc.problems] == ["environments[1].name", "rl.data.packer", "rl.data.packer"]  # type: ignore[attr-defined]
 
 
 # --- what plug-ins say ------------------------------------------------------------------------------------------------
@@ -252,7 +251,6 @@ def hook(classes: Callable[[str], str], name: str) -> str:
 
 
 def cases() -> Iterator[tuple[str, Callable[[Callable[[str], str]], list[str]], list[tuple[str, str]]]]:
-    yield "several turns", lambda c: [env(c, "Guessing")], [("environments[0].name", "needs multi_turn")]
     yield "images", lambda c: [env(c, "Pictures")], [("rollout.engine", "needs images")]
     yield (
         "images, with a packer",
@@ -262,7 +260,7 @@ def cases() -> Iterator[tuple[str, Callable[[Callable[[str], str]], list[str]], 
     yield (
         "turns that the packer cannot extend",
         lambda c: [env(c, "Guessing"), f"rl.data.packer={c('Closed')}"],
-        [("rl.data.packer", "needs multi_turn"), ("environments[0].name", "needs multi_turn")],
+        [("rl.data.packer", "needs multi_turn")],
     )
     yield (
         "graded rewards",
@@ -327,10 +325,10 @@ def test_groups_that_an_environment_needs(classes) -> None:
 
 def test_the_table_stands_among_the_other_problems(classes) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([*SUMS, env(classes, "Guessing"), "rl.group_sice=3"])
+        load_config([*SUMS, env(classes, "Pictures"), "rl.group_sice=3"])
     text = str(caught.value)
     assert "rl.group_sice: unknown key" in text and "  - the selected parts do not fit together: 1 need is not met" in text
-    assert "environment 'fits.py:Guessing'" in text and "environments[0].name: choose a single-turn environment" in text
+    assert "environment 'fits.py:Pictures'" in text and "rollout.engine: choose an engine that provides it" in text
 
 
 def test_options_decide_and_a_dry_run_tells(capsys, monkeypatch, tmp_path) -> None:
@@ -384,3 +382,11 @@ def test_the_source_tells_it_of_others_whose_base_has_its_short_name(fake_distri
     fake_distribution("rl-mine", points={"posttrain.engines": {"mine": "short_mine:Mine"}}, files={"short_mine.py": text})
     (info,) = [info for info in discover("engines") if info.name == "mine"]
     assert info.card.declared == Declared((), ("partial_rollouts", "rollout_logprobs"), ("inflight_updates",))
+
+
+def test_a_length_penalty_makes_rewards_of_0_and_1_something_else() -> None:
+    rl = RLConfig(overlong_penalty_factor=0.5, objective=Plugin(name="nft"))
+    (found,) = misfits(selected(RunConfig(rl=rl)))
+    assert (found.need, found.where) == ("binary_rewards", "rl.overlong_penalty_factor")
+    assert str(found.of) == "rl.overlong_penalty_factor=0.5" and "set it to 0" in found.fix
+    assert not misfits(selected(RunConfig(rl=RLConfig(objective=Plugin(name="nft")))))

@@ -158,7 +158,7 @@ def test_arguments_by_name_are_named() -> None:
 def test_every_built_in_passes() -> None:
     for kind in ("algorithms", "datapackers", "envs", "transports"):
         for info in discover(kind):
-            if info.builtin:
+            if info.builtin and info.name != "verifiers":  # which needs an environment of its own: tests/adapters
                 resolve(kind, info.full_name)
 
 

@@ -39,13 +39,13 @@ def no_traces(broken_site: Path) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("name", [*SELECTED, "wordel"])
+@pytest.mark.parametrize("name", [*SELECTED, "hangmna"])
 def test_selected_and_broken_is_one_screen_before_anything_starts(name, broken_site, screen, golden, tmp_path) -> None:
     seen = screen(broken_site, "train", "--config", "my.yaml", f"environments.0.name={name}")
-    golden("not-installed" if name == "wordel" else name, seen.err)
+    golden("not-installed" if name == "hangmna" else name, seen.err)
     assert (seen.code, seen.out) == (2, "") and not (tmp_path / "outputs").exists()
     ran = {file.parent.name for file in broken_site.rglob("*.ran")}
-    imported = set() if name in ("new", "old", "wordel") else {f"rl_{name}"}
+    imported = set() if name in ("new", "old", "hangmna") else {f"rl_{name}"}
     assert ran == imported, "only the selected one is imported, and not even that for its api"
 
 
@@ -106,7 +106,7 @@ def test_help_knows_nothing_of_plugins(broken_site) -> None:
 
 
 def test_a_good_one_beside_them_is_selected_by_name(broken_site, screen, tmp_path) -> None:
-    for name in ("wordle", "rl-wordle/wordle", "rl_wordle.env:Env"):
+    for name in ("hangman", "rl-hangman/hangman", "rl_hangman.env:Env"):
         seen = screen(broken_site, "train", "--config", "my.yaml", f"environments.0.name={name}", "--cfg", "job")
         assert seen.code == 0 and f"name: {name}" in seen.out and "error" not in seen.err
     assert nothing_happened(broken_site, tmp_path)
@@ -115,16 +115,16 @@ def test_a_good_one_beside_them_is_selected_by_name(broken_site, screen, tmp_pat
 def test_posttrain_plugins_keeps_them_out_of_sight(broken_site, screen, tmp_path) -> None:
     seen = screen(broken_site, "train", "--config", "my.yaml", "--cfg", "job", POSTTRAIN_PLUGINS="none")
     assert seen.code == 0 and "quarantined" not in seen.err
-    listed = screen(broken_site, "plugins", "list", "--json", POSTTRAIN_PLUGINS="wordle,rl-raises")
+    listed = screen(broken_site, "plugins", "list", "--json", POSTTRAIN_PLUGINS="hangman,rl-raises")
     states = {e["name"]: e["state"] for e in json.loads(listed.out) if e["kind"] == "envs" and e["distribution"] != "posttrain"}
-    assert states == {**dict.fromkeys(SELECTED, "hidden"), "wordle": "ok", "raises": "ok"}
+    assert states == {**dict.fromkeys(SELECTED, "hidden"), "hangman": "ok", "raises": "ok"}
     assert nothing_happened(broken_site, tmp_path)
 
 
 def test_the_list_tells_of_broken_ones_what_it_tells_of_good_ones(broken_site, screen, tmp_path) -> None:
     seen = screen(broken_site, "plugins", "list", "--json")
     entries = {e["name"]: e for e in json.loads(seen.out) if e["kind"] == "envs" and e["distribution"] != "posttrain"}
-    assert set(entries) == {*SELECTED, "wordle"}
+    assert set(entries) == {*SELECTED, "hangman"}
     for name, entry in entries.items():
         assert entry["group"] == "posttrain.envs" and entry["help"] and entry["file"] == f"SITE/rl_{name}/env.py"
     why = {name: entry["why"] for name, entry in entries.items()}
@@ -135,7 +135,7 @@ def test_the_list_tells_of_broken_ones_what_it_tells_of_good_ones(broken_site, s
         "new": "is written for api 9",
         "old": "is written for api 0",
         "options": "its option words has a mutable default",
-        "wordle": "",
+        "hangman": "",
     }
     assert all((entry["state"] == "quarantined") == bool(entry["why"]) for entry in entries.values())
     assert entries["dependency"]["fix"] == "pip install 'rl-dependency[games]'"
@@ -146,4 +146,4 @@ def test_the_list_tells_of_broken_ones_what_it_tells_of_good_ones(broken_site, s
 def test_the_doctor_imports_each_in_quarantine(broken_site, screen) -> None:
     seen = screen(broken_site, "plugins", "doctor", "--kind", "envs")
     assert seen.code == 2 and "6 broken" in seen.out.splitlines()[-1]
-    assert "cannot be imported [SITE/rl_raises/env.py:3: KeyError: 'b']" in seen.out and "ok envs/wordle" in seen.out
+    assert "cannot be imported [SITE/rl_raises/env.py:3: KeyError: 'b']" in seen.out and "ok envs/hangman" in seen.out

@@ -31,7 +31,7 @@ def good(fake_distribution):
     return fake_distribution(
         "rl-good",
         version="0.3.1",
-        points={"posttrain.envs": {"wordle": "rl_good.env:Good"}},
+        points={"posttrain.envs": {"hangman": "rl_good.env:Good"}},
         files={"rl_good/__init__.py": "", "rl_good/env.py": GOOD},
     )
 
@@ -44,9 +44,9 @@ def one(fake_distribution, text: str, **options) -> None:
 
 
 def test_every_route_leads_to_the_same_class(good) -> None:
-    by_name = resolve("envs", "wordle")
+    by_name = resolve("envs", "hangman")
     assert by_name.__name__ == "Good"
-    for ref in ("rl-good/wordle", "rl_good/wordle", "rl_good.env:Good", "rl_good.env.Good", by_name):
+    for ref in ("rl-good/hangman", "rl_good/hangman", "rl_good.env:Good", "rl_good.env.Good", by_name):
         assert resolve("envs", ref) is by_name
 
 
@@ -63,17 +63,17 @@ def test_a_file_is_a_route_too_and_its_classes_travel(tmp_path) -> None:
 
 def test_not_installed_suggests_the_nearest_with_its_owner(good) -> None:
     with pytest.raises(PluginError) as caught:
-        resolve("envs", "wordel", where="environments[0].name")
+        resolve("envs", "hangmna", where="environments[0].name")
     exc = caught.value
-    assert exc.message == "no environment named 'wordel' is installed; did you mean 'wordle' (rl-good 0.3.1)?"
-    assert exc.code == "plugin-not-installed" and exc.where == "environments[0].name" and "wordle" in exc.cause
+    assert exc.message == "no environment named 'hangmna' is installed; did you mean 'hangman' (rl-good 0.3.1)?"
+    assert exc.code == "plugin-not-installed" and exc.where == "environments[0].name" and "hangman" in exc.cause
     assert "package.module:attribute" in exc.fix and isinstance(exc, ImportError)
 
 
 def test_hidden_is_said(good, monkeypatch) -> None:
     monkeypatch.setenv("POSTTRAIN_PLUGINS", "none")
-    with pytest.raises(PluginError, match=r"'wordle' \(rl-good 0.3.1\) is hidden by POSTTRAIN_PLUGINS"):
-        resolve("envs", "wordle")
+    with pytest.raises(PluginError, match=r"'hangman' \(rl-good 0.3.1\) is hidden by POSTTRAIN_PLUGINS"):
+        resolve("envs", "hangman")
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_a_missing_api_means_1(fake_distribution) -> None:
 
 
 def test_names_that_clash_name_both(fake_distribution, good) -> None:
-    fake_distribution("other", points={"posttrain.envs": {"wordle": "rl_other:Env"}}, files={"rl_other.py": ""})
+    fake_distribution("other", points={"posttrain.envs": {"hangman": "rl_other:Env"}}, files={"rl_other.py": ""})
     with pytest.raises(PluginError) as caught:
-        resolve("envs", "wordle")
-    assert caught.value.message == "environment 'wordle' is ambiguous: other 1.0 and rl-good 0.3.1 both bring it"
-    assert caught.value.fix == "write other/wordle or rl-good/wordle"
-    assert resolve("envs", "rl-good/wordle").__name__ == "Good"
+        resolve("envs", "hangman")
+    assert caught.value.message == "environment 'hangman' is ambiguous: other 1.0 and rl-good 0.3.1 both bring it"
+    assert caught.value.fix == "write other/hangman or rl-good/hangman"
+    assert resolve("envs", "rl-good/hangman").__name__ == "Good"
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,6 @@ def test_the_same_broken_plugin_fails_the_same_way_twice(fake_distribution) -> N
 
 def test_errors_travel_between_processes(good) -> None:
     with pytest.raises(PluginError) as caught:
-        resolve("envs", "wordel")
+        resolve("envs", "hangmna")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.message, copy.code, copy.fix) == (caught.value.message, caught.value.code, caught.value.fix)

@@ -39,6 +39,7 @@ class Case:
     save: str | None = None
     steps: int = 2
     break_on: int | None = None
+    deadline_s: float = 60.0
 
 
 class RankFailed(AssertionError):
@@ -129,13 +130,23 @@ def mesh_of(shape: tuple[int, int] | None) -> Any:
     return STATE[shape]
 
 
+def writers_of(case: Case) -> Any:
+    """A process group of the mesh's ranks with the case's deadline, None for one process alone; every rank must call."""
+    import torch.distributed as dist
+
+    if case.mesh is None:
+        return None
+    ranks = list(range(case.mesh[0] * case.mesh[1]))
+    return dist.new_group(ranks, timedelta(seconds=case.deadline_s), backend="gloo")
+
+
 def outside(case: Case) -> bool:
     """Whether this rank has no part in the case; it still takes part in making its mesh."""
     mesh = mesh_of(case.mesh)
     return STATE["rank"] > 0 if mesh is None else mesh.get_coordinate() is None
 
 
-def build(case: Case) -> Any:
+def build(case: Case, writers: Any = None) -> Any:
     """The case's policy on this rank, its norms in the dtype of the model."""
     from posttrain.config.schema import ModelConfig, RLConfig, RunConfig
     from posttrain.objective.objective import build_objective
@@ -147,7 +158,7 @@ def build(case: Case) -> Any:
     config = RunConfig(model=ModelConfig(name_or_path=case.model), rl=rl)
     n_mini = rl.batch_per_replica // (rl.mini_batch_per_replica or rl.batch_per_replica)
     objective = build_objective(case.objective, group_size=4, n_mini=n_mini, **case.options)
-    return policy_file.Policy(config, case.model, objective, mesh=mesh_of(case.mesh))
+    return policy_file.Policy(config, case.model, objective, mesh=mesh_of(case.mesh), writers=writers)
 
 
 def rows_of(case: Case) -> list[Any]:
@@ -252,6 +263,69 @@ def agree(rank: int, answer: bool) -> Any:
     agree_on_old_logprobs(ranks.gather(answer if STATE["rank"] == rank else not answer))
 
 
+def write_beside_training(case: Case) -> Any:
+    """Saves at one moment in two ways, into `case.load` at once and into `case.save` from a snapshot whose writing, with its
+    collectives, begins before two more steps and ends after them. Returns what a policy that loads the latter holds, and what
+    the trained one holds that a policy loads from where it went on."""
+    import threading
+
+    import torch
+
+    from posttrain.policy import saving
+
+    writers = writers_of(case)
+    if outside(case):
+        return None
+    policy, rows = build(case, writers), rows_of(case)
+    policy.train_step(rows)
+    policy.save(case.load)
+    write, begun, trained, digest = policy.snapshot(), threading.Event(), threading.Event(), saving._digest
+
+    def held_up(*args: Any) -> Any:
+        begun.set()
+        assert trained.wait(30)
+        return digest(*args)
+
+    saving._digest = held_up  # in the middle of a sharded write
+    writing = threading.Thread(target=write, args=(case.save,))
+    writing.start()
+    assert case.mesh is None or begun.wait(30)
+    later = [policy.train_step(rows).metrics for _ in range(2)]
+    trained.set()
+    writing.join(30)
+    assert not writing.is_alive()
+    saving._digest = digest
+    found = []
+    for folder in (case.load, case.save):
+        fresh = build(case)
+        fresh.load(folder)
+        weights = {name: value.clone() for name, value in fresh.named_weights(torch.float64)}
+        state = fresh.optimizer.state_dict()["state"]
+        moments = {f"{number}/{name}": value.clone() for number, one in state.items() for name, value in one.items()}
+        said = (fresh.version, fresh.updates, torch.get_rng_state())
+        found.append((weights, moments, said, [fresh.train_step(rows).metrics for _ in range(2)] == later))
+    return found
+
+
+def writes_alone(case: Case) -> Any:
+    """Rank 0 writes a snapshot and the others do not: what it raises, after how many seconds, and that training goes on."""
+    import time
+
+    writers = writers_of(case)
+    if outside(case):
+        return None
+    policy, rows = build(case, writers), rows_of(case)
+    write, said = policy.snapshot(), None
+    if STATE["rank"] == 0:
+        began = time.monotonic()
+        try:
+            write(case.save)
+        except Exception as exc:
+            said = type(exc).__name__, time.monotonic() - began
+    policy.train_step(rows)
+    return said
+
+
 def fails_to_save(case: Case) -> Any:
     """Rank 0 cannot write its file: what each rank raises."""
     if outside(case):
@@ -265,7 +339,7 @@ def fails_to_save(case: Case) -> Any:
 
 
 def rank_call(method: str, *args: Any) -> Any:
-    """A method of this process's PolicyRank, coroutines run to their end; `RANK` among the arguments is the rank."""
+    """A method of this process's PolicyRank, run to its end: of a stream the last; `RANK` among the arguments is the rank."""
     import asyncio
     import inspect
 
@@ -273,7 +347,26 @@ def rank_call(method: str, *args: Any) -> Any:
 
     end = STATE.setdefault("end", PolicyRank())
     result = getattr(end, method)(*(STATE["rank"] if arg == "RANK" else arg for arg in args))
+
+    async def last() -> Any:
+        return [said async for said in result][-1]
+
+    if inspect.isasyncgen(result):
+        return asyncio.run(last())
     return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def train_and_write(number: int, folder: str, rows: Any) -> Any:
+    """`train_step` in one thread while the coroutine `write` runs on the event loop, as a host has it."""
+    import asyncio
+
+    async def both() -> Any:
+        writing = asyncio.ensure_future(STATE["end"].write(number, folder))
+        steps = [await asyncio.to_thread(STATE["end"].train_step, rows) for _ in range(2)]
+        await writing
+        return steps
+
+    return asyncio.run(both())
 
 
 def start_alone(*args: Any) -> Any:

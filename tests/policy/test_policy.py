@@ -72,11 +72,25 @@ def test_metrics_are_of_the_whole_batch(make_policy, rows_of_groups):
     assert result.metrics["policy/ratio_mean"] == pytest.approx(ratio.mean().item(), abs=1e-12)
     assert result.metrics["policy/ratio_max"] == pytest.approx(ratio.max().item(), abs=1e-12)
     assert result.metrics["policy/logprob_gap"] == pytest.approx((before - rollout).abs().mean().item(), abs=1e-12)
+    assert result.metrics["policy/logprob_gap_max"] == pytest.approx((before - rollout).abs().max().item(), abs=1e-12)
     assert 0 < result.metrics["policy/entropy"] < math.log(61)
     assert result.metrics["policy/clip_fraction"] == 0.0  # one step: the ratio is 1
     assert result.metrics["lr"] == 1e-2 and result.metrics["grad_norm"] > 0
     assert (result.optimizer_steps, result.skipped, policy.version) == (1, False, 1)
     assert result.seconds["time/forward_backward_s"] > 0
+
+
+def test_whoever_reads_the_weights_is_asked_before_each_change(make_policy, rows_of_groups, tmp_path):
+    policy = make_policy(rl={"batch_per_replica": 16, "mini_batch_per_replica": 8})
+    seen, before = [], weights(policy)
+    policy.before_change = lambda: seen.append(weights(policy))
+    policy.train_step(rows_of_groups([4, 4, 4, 4]))
+    assert len(seen) == 2 and largest_gap(seen[0], before) == 0
+    assert 0 < largest_gap(seen[1], before) < largest_gap(weights(policy), before)
+    policy.save(tmp_path)
+    after = weights(policy)
+    policy.load(tmp_path)
+    assert len(seen) == 3 and largest_gap(seen[2], after) == 0
 
 
 def test_several_optimizer_steps_share_frozen_old_logprobs(make_policy, rows_of_groups):
@@ -137,7 +151,8 @@ def test_rows_that_nobody_sampled_have_no_ratio_to_an_engine(make_policy, rows_o
     rows = pairs(rows_of_groups([4, 4]))
     given = [dataclasses.replace(row, rollout_logprobs=None) for row in rows]
     sampled, result = make_policy("dpo").train_step(rows).metrics, make_policy("dpo").train_step(given).metrics
-    gone = {"policy/kl", "policy/logprob_gap", "policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"}
+    ratios = {"policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"}
+    gone = {"policy/kl", "policy/logprob_gap", "policy/logprob_gap_max", *ratios}
     assert set(sampled) - set(result) == gone and result == {name: sampled[name] for name in result}
 
 
@@ -201,6 +216,15 @@ def test_save_and_load_continue_bit_for_bit(make_policy, rows_of_groups, tmp_pat
     assert (resumed.version, resumed.updates) == (1, 1)
     assert resumed.train_step(rows).metrics == expected
     assert largest_gap(weights(policy), weights(resumed)) == 0
+
+
+def test_what_a_model_or_an_algorithm_draws_from_torch_follows_from_the_seed(make_policy):
+    drawn = []
+    for before in (1, 2):
+        torch.manual_seed(before)
+        make_policy()
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1]
 
 
 def test_another_models_state_is_refused(make_policy, tmp_path):

@@ -13,8 +13,10 @@ import torch
 from posttrain.config.schema import GridConfig, ModelConfig, OptimizerConfig, RLConfig, RolloutConfig, RunConfig, WeightsConfig
 from posttrain.errors import OutOfMemory, RunInterrupted
 from posttrain.policy.memory import memory_guard
-from posttrain.weights.publication import Publication, merge_publications
+from posttrain.weights.digest import bucket_digest
+from posttrain.weights.publication import Publication, complete_digests, merge_publications
 from posttrain.weights.shm import ShmTransport
+from posttrain.weights.transport import views
 
 OBJECTIVE = "posttrain.loop.prepare:build_run_objective"
 
@@ -49,6 +51,13 @@ def pulled(publication: Publication) -> dict[str, torch.Tensor]:
     return found
 
 
+def digests_of(publication: Publication, found: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    buffer = torch.empty(publication.plan.nbytes, dtype=torch.uint8)
+    for name, view in views(publication.plan, buffer):
+        view.copy_(found[name])
+    return tuple(bucket_digest(buffer, [(p.target, p.nbytes) for p in b.pieces]) for b in publication.plan.buckets)
+
+
 def test_a_rank_trains_publishes_saves_and_is_lost(pair, rank_processes, uneven_model, rows_of_groups, tmp_path):
     config, rows = make_config(uneven_model(dtype="float32")), rows_of_groups([4, 4])
     where = ("127.0.0.1", rank_processes.free_port())
@@ -72,14 +81,20 @@ def test_a_rank_trains_publishes_saves_and_is_lost(pair, rank_processes, uneven_
     assert {bucket.rank for bucket in publication.plan.buckets} == {0, 1}
     for name, value in exact.items():
         assert torch.equal(found[name], value.to(torch.bfloat16)), name  # as published, though training went on
+    digests = {bucket: digest for part in pair("rank_call", "digests", 1) for bucket, digest in part.items()}
+    assert complete_digests(publication, digests) == digests_of(publication, found), "and digested before it did"
     pair("rank_call", "release", 1)
     assert any(not torch.equal(value, exact[name]) for name, value in pair("whole_weights")[0].items())
 
-    pair("rank_call", "save", str(tmp_path / "saved"))
-    later = pair("rank_call", "train_step", rows)
+    assert pair("rank_call", "snapshot") == [1, 1] and pair("rank_call", "snapshot") == [2, 2]  # nobody wrote the first
+    with pytest.raises(RuntimeError, match="of 2 holds no snapshot 1"):
+        pair("rank_call", "write", 1, str(tmp_path / "saved"))
+    later = pair("train_and_write", 2, str(tmp_path / "saved"), rows)[0]
+    with pytest.raises(RuntimeError, match="of 2 holds no snapshot 2"):
+        pair("rank_call", "write", 2, str(tmp_path / "saved"))
     pair("rank_call", "load", str(tmp_path / "saved"))
-    again = pair("rank_call", "train_step", rows)
-    assert again[0].metrics == later[0].metrics
+    assert pair("rank_call", "train_step", rows)[0].metrics == later[0].metrics
+    assert pair("rank_call", "train_step", rows)[0].metrics == later[1].metrics
 
     said = pair("die", 1, "train_step", rows)
     assert said[1] == "dead"

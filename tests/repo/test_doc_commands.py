@@ -5,7 +5,7 @@ How far that is, by the program that a line calls:
     posttrain …      for real, in this process, in a folder with the files that the pages show. A training is made small: one step
                      of the hf engine on a tiny model, at most 8 new tokens. Where the line asks for an engine that does not run
                      in this process (vLLM), or for data of a hub, its config is composed and checked instead (`--cfg job`).
-                     A plan is of a tiny model, all else as it is.
+                     A plan is of a tiny model, all else as it is; a template-check too.
                      Of a sweep the jobs are made, and the first is run
     python …         for real (a `--check` is added to the generator of the docs; benchmarks are only compiled)
     pytest …         the tests that it selects exist
@@ -139,6 +139,10 @@ def run_posttrain(arguments: list[str], small: Small) -> None:
         arguments = [*arguments, *(value for value in small(config) if value.lstrip("~").startswith("model."))]
     elif "--step" in arguments:
         arguments[arguments.index("--step") + 1] = "1"
+    elif arguments[0] == "template-check":
+        model = next(value for value in small(load_config(["experiment=arithmetic_grpo"]).config) if "name_or_path" in value)
+        assert main([arguments[0], model.partition("=")[2], *arguments[2:]]) in (0, 1)  # it finds faults with a tiny vocabulary
+        return
     if redirect:
         with open(redirect, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
             assert main(arguments) == 0

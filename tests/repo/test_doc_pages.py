@@ -272,7 +272,7 @@ def test_the_keys_that_a_resume_may_change_are_listed() -> None:
     from posttrain.loop.resume import MAY_CHANGE
 
     table = text("reference/checkpoint.md").partition("These keys may change")[2].partition("\nFrom Python")[0]
-    listed = re.findall(r"`([\w.]+\.[\w*]+|hooks)`", table)
+    listed = re.findall(r"`([\w.]+\.[\w*]+|hooks|evals)`", table)
     assert sorted(key.removesuffix("*") for key in listed) == sorted(MAY_CHANGE)
 
 

@@ -15,10 +15,10 @@ CORE = ROOT / "core" / "posttrain"
 PLUGINS = ("posttrain_algorithms", "posttrain_datapackers", "posttrain_envs", "posttrain_hooks", "posttrain_experiments")
 LAYERS = (
     ("types", "errors", "deprecation"),
-    ("config", "plugins", "data", "hooks"),
+    ("config", "plugins", "data", "hooks", "sandbox"),
     ("objective", "policy", "weights", "placement"),
     ("rollout",),
-    ("loop", "tracking", "testing"),
+    ("loop", "tracking", "testing", "evals", "endpoint"),
     ("cli",),
 )
 """From the bottom up. A part may import its own layer and those below, while it is being imported."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.errors import ConfigError, EngineStartError, WeightSyncError
+from posttrain.errors import ConfigError, EngineStartError, RunInterrupted, WeightSyncError
 from posttrain.rollout.decode import causal_mask, left_pad
 from posttrain.rollout.engine import EngineSpec
 from posttrain.rollout.hf import HFEngine
@@ -335,3 +335,40 @@ def test_the_cache_goes_by_the_name_that_this_transformers_has(name: str) -> Non
     scope: dict[str, Any] = {}
     exec(f"class Model:\n    def forward(self, input_ids, {name}=None): ...", scope)
     assert cache_argument(scope["Model"]()) == name
+
+
+def test_closing_ends_a_generation_that_waits_for_its_turn(tmp_path: Path) -> None:
+    """The thread decodes one call after the other; the second one has not begun when the engine is closed."""
+
+    async def work(engine: HFEngine, model: Any) -> None:
+        await engine.pause()  # the first one waits at the gate
+        first, second = asyncio.create_task(collect(engine, ask("a"))), asyncio.create_task(collect(engine, ask("b")))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        assert await asyncio.wait_for(first, 5) == []
+        try:  # it may have had its turn just before
+            assert await asyncio.wait_for(second, 5) == []
+        except RunInterrupted as exc:
+            assert exc.code == "engine-dead"
+
+    on_engine(tmp_path, work)
+
+
+def test_a_stop_text_ends_a_completion_that_keeps_it_and_the_draws_are_the_same(tmp_path: Path) -> None:
+    """Over token borders, also the bytes of one character; what comes before the stop text is as without it."""
+
+    async def work(engine: HFEngine, model: Any) -> Any:
+        free = await collect(engine, ask("free", n=8, max_tokens=30))
+        tails = [engine._spell(c.token_ids) for c in free]
+        stops = tuple(text[6:9] for text in tails[:3] if len(text) > 9)
+        return tails, stops, await collect(engine, ask("free", n=8, max_tokens=30, stop=stops)), free, engine
+
+    _, stops, stopped, free, engine = on_engine(tmp_path, work)
+    assert stops
+    for before, after in zip(sorted(free, key=lambda c: c.index), sorted(stopped, key=lambda c: c.index), strict=True):
+        text = engine._spell(after.token_ids)
+        assert before.token_ids[: len(after.token_ids)] == after.token_ids
+        assert any(stop in text for stop in stops) == any(stop in engine._spell(before.token_ids) for stop in stops)
+        if any(stop in text for stop in stops):
+            assert after.finish_reason == "stop"
+            assert not any(stop in engine._spell(after.token_ids[:-1]) for stop in stops), "it ends with the first token that can"

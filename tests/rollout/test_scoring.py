@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -242,3 +243,115 @@ def test_a_worker_dies_with_its_owner(tmp_path: Path) -> None:
 def test_a_worker_loads_no_torch() -> None:
     rewards, _ = run(Eval(), ["float('torch' in sys.modules)"])
     assert causes(rewards) == [0.0]
+
+
+@pytest.mark.parametrize("kind", [Eval, AsyncEval], ids=["process", "loop"])
+def test_an_environment_may_ask_for_more_time_than_the_config_gives(kind: type[Environment]) -> None:
+    slow = kind()
+    slow.reward_timeout_s = 30.0
+    deed = "(time.sleep(0.5), 1.0)[1]" if kind is Eval else "__import__('asyncio').sleep(0.5, 1.0)"
+    assert causes(run(slow, [deed], timeout_s=0.2)[0]) == [1.0]
+    assert causes(run(kind(), [deed], timeout_s=0.2)[0]) == ["timeout"]
+    assert Scorer({"slow": slow, "other": Eval()}, timeout_s=5).longest_s == 30.0
+
+
+class Shared(Environment):
+    """Keeps what it is asked to do, and a client that is no part of the pickle."""
+
+    offloads = True
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.calls: list[str] = []
+
+    def dataset(self, split: Any) -> Any:
+        return []
+
+    async def start(self) -> None:
+        self.calls.append("start")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def double(self, state: Any, number: Any) -> Any:
+        state.custom["seen"] = [*state.custom.get("seen", []), number]
+        return time.sleep(60) if number == "late" else os._exit(3) if number == "dies" else number * 2
+
+    async def compute_reward(self, state: Any) -> float:
+        return float(await state.offload("double", 4, timeout=20.0))
+
+
+def test_offload_calls_a_method_in_a_process_and_brings_back_what_it_remembers() -> None:
+    env = Shared()
+
+    async def main() -> None:
+        scorer = Scorer({"e": env}, workers=1)
+        await scorer.start()
+        try:
+            state = episode(env, ROW, "x")
+            state.offload = functools.partial(scorer.call, "e", state)
+            assert await state.offload("double", 3, timeout=20.0) == 6
+            with pytest.raises(TimeoutError):
+                await state.offload("double", "late", timeout=0.3)
+            with pytest.raises(RuntimeError, match="exit code 3"):
+                await state.offload("double", "dies", timeout=20.0)
+            with pytest.raises(RuntimeError, match="AttributeError"):
+                await state.offload("triple", 3, timeout=20.0)
+            assert (await scorer.score("e", state)).total == 8.0
+            assert state.custom["seen"] == [3, 4], "what failed left nothing"
+        finally:
+            await scorer.close()
+
+    asyncio.run(main())
+    assert env.calls == ["start", "close"]
+
+
+def test_what_cannot_be_sent_is_said_and_holds_up_nobody() -> None:
+    """The pool goes on: an episode with a lock in it, an answer that cannot be read here, and one behind them."""
+    import threading
+
+    async def main() -> None:
+        scorer = Scorer({"e": Eval()}, workers=1)
+        await scorer.start()
+        try:
+            states = [episode(Eval(), ROW, text) for text in ("1.0", "1.0", "2.0")]
+            states[0].custom["lock"] = threading.Lock()
+            rewards = await asyncio.wait_for(asyncio.gather(*(scorer.score("e", s) for s in states)), 30)
+            assert causes(rewards) == ["raised", 1.0, 2.0] and "cannot be sent" in rewards[0].info["error"]
+        finally:
+            await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_not_made_or_ended() -> None:
+    async def main() -> None:
+        scorer = Scorer({"e": Eval()}, workers=1, timeout_s=60.0)
+        await scorer.start()
+        try:
+            late = [asyncio.ensure_future(scorer.score("e", episode(Eval(), ROW, "time.sleep(50)"))) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            for one in late:
+                one.cancel()
+            assert (await asyncio.wait_for(scorer.score("e", episode(Eval(), ROW, "1.0")), 20)).total == 1.0
+        finally:
+            await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_one_environment_that_cannot_close_leaves_none_open() -> None:
+    class Stuck(Shared):
+        async def close(self) -> None:
+            raise ValueError("no")
+
+    first, last = Shared(), Shared()
+
+    async def main() -> None:
+        scorer = Scorer({"a": first, "b": Stuck(), "c": last}, workers=1)
+        await scorer.start()
+        with pytest.raises(ValueError, match="no"):
+            await scorer.close()
+
+    asyncio.run(main())
+    assert first.calls == last.calls == ["start", "close"]

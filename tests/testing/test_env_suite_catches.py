@@ -57,6 +57,74 @@ class TestGoodAsync(Sums):
     plugin = GoodAsync
 
 
+class Turns(Good):
+    """Sums, with as many tries as are needed."""
+
+    max_turns = 4
+
+    def env_response(self, state: EpisodeState) -> Any:
+        state.custom["tries"] = state.custom.get("tries", 0) + 1
+        if state.completion.strip() == state.task["answer"]:
+            return None
+        return [{"role": "user", "content": f"{state.custom['tries']} wrong"}]
+
+
+class TestTurns(Sums):
+    __test__ = True
+    plugin = Turns
+
+
+class ReadsIt(Turns):
+    def env_response(self, state: EpisodeState) -> Any:
+        int(state.completion)
+        return super().env_response(state)
+
+
+class Says(Turns):
+    def env_response(self, state: EpisodeState) -> Any:
+        return [{"role": "assistant", "content": "me too"}]
+
+
+class Moody(Turns):
+    def env_response(self, state: EpisodeState) -> Any:
+        return [{"role": "user", "content": str(random.random())}]
+
+
+class LastSpoken(Turns):
+    """Answers with what was said before, by whomever."""
+
+    said = ""
+
+    def format_prompt(self, task: Mapping[str, Any]) -> Any:
+        return f"{task['a']}+3="
+
+    def env_response(self, state: EpisodeState) -> Any:
+        before, type(self).said = type(self).said, f"{state.task['a']} {state.completion}"
+        return [{"role": "user", "content": before if state.turn > 1 else "go on"}]
+
+
+class Rewrites(Turns):
+    def env_response(self, state: EpisodeState) -> Any:
+        state.messages[0]["content"] = "?"
+        return super().env_response(state)
+
+
+class KeepsCount(Turns):
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.count = 0
+
+    def env_response(self, state: EpisodeState) -> Any:
+        self.count += 1
+        return super().env_response(state)
+
+
+class KeepsALock(Turns):
+    def env_response(self, state: EpisodeState) -> Any:
+        state.custom["lock"] = threading.Lock()
+        return super().env_response(state)
+
+
 class SameIds(Good):
     def dataset(self, split: Split) -> Any:
         return [{**row, "id": "row"} for row in super().dataset(split)]
@@ -270,6 +338,11 @@ BROKEN: dict[str, tuple[type[Environment], str]] = {
     "test_what_it_says_it_provides_is_so": (Shades, r"'7' is worth 0.5, and it provides binary_rewards"),
     "test_state_changes_where_the_run_keeps_it": (OnACopy, r"runs on copies in other processes: change it in finish_reward"),
     "test_state_is_the_same_in_any_order": (LastOne, r"depends on the order in which episodes end"),
+    "test_turns_are_answered_by_messages_until_none": (ReadsIt, r"nothing \(''\) in every turn: ValueError.*say anything"),
+    "test_the_same_replies_get_the_same_answers": (Moody, r"goes differently the second time: draw from random.Random"),
+    "test_episodes_side_by_side_are_answered_as_alone": (LastSpoken, r"goes differently beside others: .* state.custom"),
+    "test_an_answer_changes_the_episode_s_own_things_alone": (Rewrites, r"changes earlier messages: return new ones"),
+    "test_what_an_episode_keeps_travels": (KeepsALock, r"state.custom cannot be sent to another process: .*async def"),
     "test_it_names_a_contract_version": (Future, r"api = 2: this contract is version 1"),
 }
 
@@ -287,6 +360,17 @@ def test_there_is_a_broken_one_for_every_law(laws: Callable[[type], set[str]]) -
 
 def test_what_an_episode_changes_beside_its_state_is_caught_too(told: Callable[..., str]) -> None:
     assert "changed the environment itself (last)" in told(Sums(), "test_an_episode_leaves_nothing_behind", HalfOfIt())
+
+
+@pytest.mark.parametrize(
+    ("law", "broken", "message"),
+    [
+        ("test_turns_are_answered_by_messages_until_none", Says, "is answered with .*assistant.*a role of user, tool, system"),
+        ("test_an_answer_changes_the_episode_s_own_things_alone", KeepsCount, r"changes the environment itself \(count\)"),
+    ],
+)
+def test_other_faults_of_answers_are_caught_too(law: str, broken: type, message: str, told: Callable[..., str]) -> None:
+    assert re.search(message, told(Sums(), law, broken()), flags=re.DOTALL)
 
 
 def test_tasks_that_are_left_running_are_caught_too(told: Callable[..., str]) -> None:

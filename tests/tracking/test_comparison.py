@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError
-from posttrain.tracking.comparison import compare_runs, find_runs
+from posttrain.tracking.comparison import chosen_metric, compare_runs, find_runs
 from posttrain.tracking.plot import plot_comparison
 
 
@@ -74,6 +74,17 @@ def test_a_metric_that_no_run_has(sweep: Path) -> None:
     assert compare_runs(find_runs([sweep]), "reward/mean").rows[0].before == (0.25, 0.25)
     with pytest.raises(ConfigError, match="none of the 4 runs has reward/max"):
         compare_runs(find_runs([sweep]), "reward/max")
+
+
+def test_without_a_held_out_score_the_one_in_training_is_compared(sweep: Path) -> None:
+    runs = find_runs([sweep])
+    assert chosen_metric(runs) == "validation/reward/mean"
+    for path in sweep.rglob("validation.jsonl"):
+        path.unlink()
+    assert chosen_metric(runs) == "reward/mean"
+    (runs[1] / "metrics.jsonl").write_text(json.dumps({"step": 1, "dpo/margin": 0.5}) + "\n")
+    assert chosen_metric(runs[1:2]) == "dpo/margin"
+    assert chosen_metric([]) == "validation/reward/mean"
 
 
 def test_the_command_prints_a_row_for_each_setting(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain.errors import ConfigError, RunInterrupted
-from posttrain.tracking.rollouts import COLUMNS, read_rollouts, rollout_steps, supersede_after, to_trajectory, write_rollouts
+from posttrain.errors import ConfigError, DataError, RunInterrupted
+from posttrain.tracking.rollouts import (
+    COLUMNS,
+    read_rollouts,
+    rollout_steps,
+    supersede_after,
+    to_groups,
+    to_trajectory,
+    write_rollouts,
+)
 from posttrain.types import Group
 
 Make = Callable[[str, list[float | None]], Group]
@@ -30,6 +38,33 @@ def test_a_trajectory_survives_the_round_trip(run: Path, group: Make) -> None:
     assert [r["advantage"] for r in rows] == [0.7, 0.0, 0.0, 0.0]
     assert rows[0]["prompt"] == "12" and rows[0]["completion"] == "342" and rows[0]["task"] == {"id": "a", "answer": 4}
     assert rows[2]["reward"] is None and rows[2]["info"]["cause"] == "exception"
+
+
+def test_groups_come_back_in_batch_order(run: Path, group: Make) -> None:
+    groups = [group("b", [1.0, 0.0]), group("a", [None])]
+    write_rollouts(run / "rollouts", 1, groups)
+    rows = read_rollouts(run, 1)
+    assert to_groups(rows) == groups
+    rows[1]["mask"].pop()
+    with pytest.raises(DataError, match="the recorded trajectory 'b/1' of step 1 is damaged") as caught:
+        to_groups(rows)
+    assert "one mask, log-prob and version per token" in caught.value.cause and caught.value.code == "rollouts_damaged"
+
+
+@pytest.mark.parametrize("damage", ["cut", "column", "json"])
+def test_a_file_that_is_not_what_was_written_is_refused(run: Path, group: Make, damage: str) -> None:
+    path = write_rollouts(run / "rollouts", 1, [group("a", [1.0])])
+    table = pq.read_table(path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif damage == "column":
+        pq.write_table(table.drop_columns(["mask"]), path)
+    else:
+        rows = [row | {"info": "{"} for row in table.to_pylist()]
+        pq.write_table(type(table).from_pylist(rows, schema=table.schema), path)
+    with pytest.raises(DataError, match=r"the rollout file .*step_000001\.parquet cannot be read") as caught:
+        read_rollouts(run, 1)
+    assert damage != "column" or "it has no column mask" in caught.value.cause
 
 
 def test_the_file_has_the_documented_columns(run: Path, group: Make) -> None:

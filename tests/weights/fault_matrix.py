@@ -47,7 +47,7 @@ SLACK_S = 5.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault: who, where (first, middle, last; half-way for a fault while applying), what."""
+    """One fault: who, where (first, middle, last; half-way for a fault while applying; digest), what."""
 
     peer: str
     where: str
@@ -79,28 +79,38 @@ class Row:
 
 
 def cells() -> Iterator[Cell]:
-    """Every cell: 54 before the vote, 3 more for a rank that dies while lanes pull from it, 12 while an engine applies."""
+    """Every cell: 54 before the vote, 3 more for a rank that dies while lanes pull from it, 3 for a slot that is overwritten
+    before its digest is made, 3 while a rank makes its digests, 12 while an engine applies."""
     for peer in PEERS:
         for where in ("first", "middle", "last"):
             for kind in KINDS:
                 yield Cell(peer, where, kind, "stage" if peer.startswith("rollout") else "publish")
     for where in ("first", "middle", "last"):
         yield Cell("policy rank 1", where, "owner dies", "stage")
+    for where in ("first", "middle", "last"):
+        yield Cell("policy rank 1", where, "overwritten", "publish")
+    for kind in ("raise", "die", "stall"):
+        yield Cell("policy rank 1", "digest", kind, "publish")
     for peer in PEERS[1:]:
         for kind in KINDS:
             yield Cell(peer, "half-way", kind, "apply")
 
 
 def sample() -> list[Cell]:
-    """24 cells that cover every pair of peer, bucket and fault, and the death of a rank while lanes pull."""
+    """23 cells that cover every pair of peer, bucket and fault, the death of a rank while lanes pull and while it digests, and an
+    overwritten slot."""
     every, chosen = list(cells()), []
     for cell in every:
         if cell.where == "half-way":
             continue
+        if cell.where == "digest":
+            chosen += [cell] if cell.kind == "die" else []
+            continue
         number = PEERS.index(cell.peer) + (KINDS.index(cell.kind) if cell.kind in KINDS else 0)
         if ("first", "middle", "last")[number % 3] == cell.where:
             chosen.append(cell)
-    return chosen + [c for c in every if c.phase == "apply" and c.kind in ("raise", "die", "stall")][:5]
+    applying = {("rollout-0", "die"), ("rollout-1", "stall")}
+    return chosen + [c for c in every if c.phase == "apply" and (c.peer, c.kind) in applying]
 
 
 class Matrix:
@@ -239,6 +249,7 @@ class Matrix:
         await self._arm(cell, "rebuild_and_retry")
         gone = ("stall",) if self.transport == "inproc" else ("stall", "die", "owner dies")
         lasting = not cell.of_lane and cell.kind in gone  # a policy rank is not rebuilt: the run resumes
+        lasting &= (cell.where, cell.kind) != ("digest", "stall")  # a digest that hangs is made anew
         lasting |= cell.phase == "apply" and cell.kind in ("corrupt", "partial")  # the canary's: bytes were right
         try:
             await self._sync()
@@ -351,11 +362,12 @@ class Matrix:
 
 FIRST = {
     ("publish", "raise"): "RuntimeError: injected fault",
-    ("publish", "die"): r"ended by signal 9|SystemExit: injected death",
-    ("publish", "stall"): r"not written within \S+ s",
+    ("publish", "die"): r"ended by signal 9|SystemExit: injected death|its process died",
+    ("publish", "stall"): r"not (written|digested) within \S+ s",
     ("publish", "corrupt"): "arrived damaged",
     ("publish", "wrong epoch"): "arrived damaged",
-    ("publish", "partial"): r"lacks bucket \d of policy rank 1",
+    ("publish", "overwritten"): "arrived damaged",
+    ("publish", "partial"): r"lacks the digest of bucket \d of policy rank 1",
     ("stage", "raise"): "RuntimeError: injected fault",
     ("stage", "die"): r"ended by signal 9|SystemExit: injected death",
     ("stage", "stall"): r"not staged within \S+ s",

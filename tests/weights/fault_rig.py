@@ -39,7 +39,8 @@ PROMPT = (3, 1, 4)
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: raise, die, stall, corrupt, wrong epoch, partial     phase: publish, stage or apply     bucket: -1 in apply"""
+    """kind: raise, die, stall, corrupt, wrong epoch, partial, overwritten
+    phase: publish, stage or apply     bucket: -1 in apply, and while a rank digests"""
 
     kind: str
     phase: str
@@ -134,16 +135,20 @@ class TrappedPool(PublicationPool):
     trap: Trap
     in_process: bool
     trained: int
+    left_out: set[int]
 
-    def _write(self, buffer, piece, weight, spec) -> None:
+    def _write(self, place, piece, weight):
         self.trap.tell(self.at)
         if kind := self.trap.take("publish", self.at, "raise", "die", "stall"):
             self.trap.spring(kind, in_process=self.in_process)
-        super()._write(buffer, piece, weight, spec)
+        own = super()._write(place, piece, weight)
+        if self.trap.take("publish", self.at, "overwritten"):  # after the copy, before its digest
+            place.view(torch.uint8)[5] ^= 1
+        return own
 
-    def publish(self, version, weights):
-        publication = super().publish(version, weights)
-        digests = list(publication.digests)
+    def write(self, version, source):
+        publication = super().write(version, source)
+        self.left_out = set()
         slot = next(s for s in self._slots if s.publication is publication)
         for bucket in (b for b in self.plan.buckets if b.rank == self.rank):
             kind = self.trap.take("publish", bucket.index, "corrupt", "wrong epoch", "partial")
@@ -155,10 +160,13 @@ class TrappedPool(PublicationPool):
                     before = trained(self.trained - 1)[piece.name].reshape(-1)
                     place.copy_(before[piece.start : piece.stop].view(torch.uint8))
                 elif kind == "partial":
-                    digests[bucket.index] = ""
-        return publication if tuple(digests) == publication.digests else type(publication)(
-            publication.version, publication.plan, tuple(digests), publication.handles
-        )  # fmt: skip
+                    self.left_out.add(bucket.index)
+        return publication
+
+    def digests(self, version):
+        if kind := self.trap.take("publish", -1, "raise", "die", "stall"):
+            self.trap.spring(kind, in_process=self.in_process)
+        return {bucket: digest for bucket, digest in super().digests(version).items() if bucket not in self.left_out}
 
 
 # ---- roles
@@ -194,6 +202,9 @@ class RankRole:
     async def publish(self, version: int):
         self.publisher.timeout_s = self.trap.deadline(LONG_S)
         return await self.publisher.publish(version)
+
+    async def digests(self, version: int):
+        return await self.publisher.digests(version)
 
     async def retract(self, version: int) -> None:
         await self.publisher.retract(version)
@@ -258,6 +269,9 @@ class LaneRole:
 
     async def stage(self, publication, *, timeout: float) -> None:
         await self.receiver.stage(publication, timeout=self.trap.deadline(timeout))
+
+    async def prove(self, digests) -> None:
+        await self.receiver.prove(digests)
 
     async def commit(self, *, timeout: float) -> None:
         await self.receiver.commit(timeout=self.trap.deadline(timeout))

@@ -24,7 +24,7 @@ def policy(pipe: Any, tls: str) -> None:
         publication = pool.publish(version, whole(trained(version).items()))
         pool.hold(version)
         pool.release(version)
-        return publication
+        return publication, pool.digests(version)
 
     def overwrite(bucket: int, version: int | None) -> None:
         """One flipped bit, or the bytes of another version, in the slot that was published last."""

@@ -34,6 +34,7 @@ from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.nixl_process import NixlProcess
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.plan import Bucket
+from posttrain.weights.publication import complete_digests
 from posttrain.weights.receiver import Receiver
 from posttrain.weights.transport import views
 
@@ -60,7 +61,7 @@ class Policy:
 
     def publish(self) -> Any:
         self.version += 1
-        self.publication = self.ask("publish", self.version)
+        self.publication, self.digests = self.ask("publish", self.version)
         return self.publication
 
     @property
@@ -142,14 +143,21 @@ def a_lane(at: int = -1, act: Callable[[], Any] = lambda: None, **options: Any) 
     nothing_of(os.getpid())
 
 
-def stage(lane: Receiver, publication: Any, timeout: float = 20.0) -> None:
-    asyncio.run(lane.stage(publication, timeout=timeout))
+def stage(lane: Receiver, publisher: Policy, *, anew: bool = True, timeout: float = 20.0) -> None:
+    """Stage and prove what is published now, or what was."""
+    publication = publisher.publish() if anew else publisher.publication
+
+    async def staged() -> None:
+        await lane.stage(publication, timeout=timeout)
+        await lane.prove(complete_digests(publication, publisher.digests))
+
+    asyncio.run(staged())
 
 
-def fails(lane: Receiver, publication: Any, *, within: float, timeout: float = 20.0) -> PeerFailure:
+def fails(lane: Receiver, publisher: Policy, *, within: float, timeout: float = 20.0) -> PeerFailure:
     began = time.monotonic()
     with pytest.raises(PeerFailure) as caught:
-        stage(lane, publication, timeout)
+        stage(lane, publisher, anew=False, timeout=timeout)
     assert time.monotonic() - began < within
     assert lane.lane.state == "aborted" and caught.value.peer == "rollout-0"
     return caught.value
@@ -215,7 +223,7 @@ def gone(process: ProcessId, within: float = 5.0) -> bool:
 @pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
 def test_a_publisher_that_is_killed_is_named_at_once(publisher: Policy, bucket: int) -> None:
     with a_lane(bucket, publisher.kill) as lane:
-        failure = fails(lane, publisher.publication, within=10)
+        failure = fails(lane, publisher, within=10)
     assert failure.bucket == bucket and "died" in failure.message
     assert f"was not pulled from process {publisher.process.pid} on " in failure.message
     assert gone(publisher.server), "the NIXL process outlived its owner"
@@ -225,9 +233,9 @@ def test_a_publisher_that_is_killed_is_named_at_once(publisher: Policy, bucket: 
 @pytest.mark.parametrize("bucket", [FIRST, LAST])
 def test_a_nixl_process_that_is_killed_costs_one_update(publisher: Policy, server: ProcessId, bucket: int) -> None:
     with a_lane(bucket, lambda: os.kill(server.pid, signal.SIGKILL) or gone(server)) as lane:
-        failure = fails(lane, publisher.publication, within=10)
+        failure = fails(lane, publisher, within=10)
         assert failure.bucket == bucket and "died" in failure.message
-        stage(lane, publisher.publish())
+        stage(lane, publisher)
         holds(lane, publisher.version)
     assert publisher.alive and publisher.server != server
 
@@ -237,14 +245,14 @@ def test_a_nixl_process_that_is_killed_costs_one_update(publisher: Policy, serve
 def test_a_stall_ends_with_its_deadline_and_the_publisher_goes_on(publisher: Policy, server: ProcessId, bucket: int) -> None:
     """UCX may abort the process that serves when a reader goes away half-way: the policy must not be that process."""
     with a_lane(bucket, lambda: stop(server)) as lane:
-        failure = fails(lane, publisher.publication, timeout=3.0, within=10)
+        failure = fails(lane, publisher, timeout=3.0, within=10)
         assert failure.bucket == bucket and failure.code == "deadline"
         os.kill(server.pid, signal.SIGCONT)
         try:
-            stage(lane, publisher.publish())
+            stage(lane, publisher)
         except PeerFailure:  # UCX ended it when it woke up
             assert gone(server)
-            stage(lane, publisher.publish())
+            stage(lane, publisher)
         holds(lane, publisher.version)
     assert publisher.alive
 
@@ -252,7 +260,7 @@ def test_a_stall_ends_with_its_deadline_and_the_publisher_goes_on(publisher: Pol
 @over_tcp
 def test_a_bucket_has_a_deadline_of_its_own(publisher: Policy, server: ProcessId) -> None:
     with a_lane(MIDDLE, lambda: stop(server), timeout_s=2.0) as lane:
-        failure = fails(lane, publisher.publication, within=10)
+        failure = fails(lane, publisher, within=10)
     assert failure.bucket == MIDDLE and failure.code == "deadline"
     assert f"was not pulled from process {publisher.process.pid} on " in failure.message
 
@@ -262,7 +270,7 @@ def test_a_bucket_has_a_deadline_of_its_own(publisher: Policy, server: ProcessId
 def test_bytes_that_are_not_the_published_ones_are_noticed(publisher: Policy, bucket: int, version: int | None) -> None:
     publisher.ask("overwrite", bucket, version)
     with a_lane() as lane:
-        failure = fails(lane, publisher.publication, within=10)
+        failure = fails(lane, publisher, within=10)
     assert failure.bucket == bucket and "arrived damaged" in failure.message
 
 
@@ -277,7 +285,7 @@ def test_a_lane_whose_nixl_process_died_pulls_through_another(publisher: Policy,
             process._process.returncode = None  # as if nobody had asked yet
 
         lane.act = kill
-        stage(lane, publisher.publication)
+        stage(lane, publisher, anew=False)
         holds(lane, publisher.version)
 
 
@@ -290,7 +298,7 @@ def test_a_nixl_process_that_dies_during_a_pull_is_named(publisher: Policy, serv
             threading.Timer(0.5, lambda: lane._transport._processes["pull"]._process.kill()).start()
 
         lane.act = stall_and_kill
-        failure = fails(lane, publisher.publication, within=10)
+        failure = fails(lane, publisher, within=10)
     assert failure.bucket == MIDDLE and "the NIXL process ended (SIGKILL)" in failure.message
 
 
@@ -328,7 +336,7 @@ def test_closing_a_lane_ends_its_pull(publisher: Policy, server: ProcessId) -> N
 def test_two_slots_and_many_publications_from_one_agent(publisher: Policy) -> None:
     with a_lane() as lane:
         for _ in range(3):
-            stage(lane, publisher.publish())
+            stage(lane, publisher)
             holds(lane, publisher.version)
             asyncio.run(lane.abort("the next one"))
 

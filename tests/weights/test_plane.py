@@ -319,19 +319,19 @@ def test_on_failure_drop_lane_goes_on_with_the_others_and_ends_with_the_last():
 def test_on_failure_drop_lane_drops_no_lane_for_a_corrupt_publisher():
     engines, sync = both(engines=3, on_failure="drop_lane")
     pool = sync.publisher.pool
-    publish = pool.publish
+    write = pool.write
 
     def damaged(version, weights):
-        publication = publish(version, weights)
+        publication = write(version, weights)
         pool._slot_of(version).region.buffer[0] ^= 1
         return publication
 
     async def scenario() -> None:
         await sync.sync(1)
-        pool.publish = damaged
+        pool.write = damaged
         with pytest.raises(WeightSyncError, match=r"rollout-\d: bucket 0 of publication 2 arrived damaged"):
             await sync.sync(2)
-        pool.publish = publish
+        pool.write = write
         assert len(sync.lanes) == 3 and [await e.ask(0) for e in engines] == [(6, 1)] * 3
         await sync.sync(3)
         assert [e.version for e in engines] == [3, 3, 3]
@@ -387,7 +387,7 @@ def test_changed_parameters_are_refused_before_any_engine_is_touched():
 
 def test_verify_weight_values_compares_bytes_even_when_digests_agree(monkeypatch):
     engines, sync = both(engines=1, verify_weight_values=True)
-    published = lambda *_: sync.publisher.pool._slots[0].publication.digests[0]  # noqa: E731
+    published = lambda *_: next(iter(sync.publisher.pool.digests(1).values()))  # noqa: E731
     monkeypatch.setattr("posttrain.weights.receiver.bucket_digest", published)
     lane = sync.lanes[0]
     pull, calls = lane._transport.pull, []
@@ -490,3 +490,64 @@ def test_the_limits_of_the_canary(dtype, gaps, words):
         return
     with pytest.raises(WeightSyncError, match=words):
         run(bird.check(Fixed(), bird.expect()))
+
+
+# ---- what an engine takes is asked beside the loop
+
+
+class SlowToSay(FusedEngine):
+    """It has to build its model to say what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.gate = threading.Event(), threading.Event()
+
+    def parameters(self):
+        self.asked.set()
+        assert self.gate.wait(10)
+        return super().parameters()
+
+
+def test_an_engine_that_is_slow_to_say_what_it_takes_holds_up_no_loop():
+    engine = SlowToSay()
+    sync = plane(engine, source(*[(name, 1.0) for name in QKV]))
+
+    async def scenario() -> None:
+        update = asyncio.ensure_future(sync.sync(1))
+        while not engine.asked.is_set():
+            await asyncio.sleep(0.001)
+        engine.gate.set()  # from the loop, which goes on
+        await update
+
+    run(scenario())
+    assert engine.version == 1
+    run(sync.close())
+
+
+def test_an_update_is_stopped_while_its_engine_is_asked_what_it_takes():
+    engine = SlowToSay()
+    sync = plane(engine, source(*[(name, 1.0) for name in QKV]))
+
+    async def scenario() -> None:
+        update = asyncio.ensure_future(sync.sync(1))
+        while not engine.asked.is_set():
+            await asyncio.sleep(0.001)
+        await sync.lanes[0].abort("a test says so")
+        with pytest.raises(WeightSyncError, match="stopped: a test says so"):
+            await update
+        engine.gate.set()
+        assert sync.lanes[0].lane.state == "idle" and engine.log == []
+        await sync.sync(2)
+
+    run(scenario())
+    assert engine.version == 2
+    run(sync.close())
+
+
+def test_an_engine_that_never_says_what_it_takes_ends_the_update():
+    engine = SlowToSay()
+    sync = plane(engine, source(*[(name, 1.0) for name in QKV]), stage_timeout_s=0.1)
+    with pytest.raises(WeightSyncError, match=r"publication 1 was not staged within 0\.1 s"):
+        run(sync.sync(1))
+    engine.gate.set()
+    run(sync.close())

@@ -16,11 +16,11 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from virtual_time import VirtualLoop, virtual_threads
 from weight_toys import ToyEngine, Weights, trained
 
 from posttrain.config.schema import WeightsConfig
 from posttrain.errors import RunAborted, WeightSyncError
+from posttrain.loop.sim.virtual_time import VirtualLoop
 from posttrain.policy.sharding import chunk, fsdp_shards
 from posttrain.weights.inproc import InprocTransport
 from posttrain.weights.plane import Update, WeightPlane
@@ -106,9 +106,7 @@ class PlaneMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.loop = VirtualLoop()
-        self.patch = virtual_threads(self._takes)
-        self.patch.__enter__()
+        self.loop = VirtualLoop(takes=self._takes)
         self.weights: Weights = {name: tensor.clone() for name, tensor in trained(0).items()}
         self.steps = 0
         self.version = 0
@@ -132,7 +130,6 @@ class PlaneMachine(RuleBasedStateMachine):
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))
             self.loop.close()
-            self.patch.__exit__(None, None, None)
 
     def _source(self, rank: int):
         def local():

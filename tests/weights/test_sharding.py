@@ -17,7 +17,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.policy.sharding import chunk, fsdp_shards
 from posttrain.weights.inproc import InprocTransport
 from posttrain.weights.plane import WeightPlane
-from posttrain.weights.publication import LocalWeight, PublicationPool, merge_publications
+from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, complete_digests, merge_publications
 from posttrain.weights.publisher import GroupPublisher, LocalPublisher
 from posttrain.weights.receiver import Receiver
 
@@ -74,6 +74,17 @@ def group(full: Weights, ranks: int, shards, held: Ranges, *, bucket_bytes: int,
     return GroupPublisher([LocalPublisher(pool, source(full, held, rank)) for rank, pool in enumerate(pools)])
 
 
+async def staged(lane: Receiver, publisher: GroupPublisher, publication: Publication) -> None:
+    await lane.stage(publication, timeout=20)
+    await lane.prove(complete_digests(publication, await publisher.digests(publication.version)))
+
+
+def settle(publisher: GroupPublisher) -> None:
+    """As a policy does before it changes its weights."""
+    for rank in publisher.ranks:
+        rank.pool.settle()
+
+
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.one_of(uneven(), hsdp()), st.integers(8, 300), st.sampled_from([None, "bfloat16", "float32"]))
 def test_staging_is_the_full_weights_to_the_byte(policy, bucket_bytes, dtype):
@@ -83,7 +94,7 @@ def test_staging_is_the_full_weights_to_the_byte(policy, bucket_bytes, dtype):
         publisher = group(full, ranks, shards, held, bucket_bytes=bucket_bytes, dtype=dtype)
         lane = Receiver(ToyEngine(knows_parameters=False), InprocTransport())
         publication = await publisher.publish(1)
-        await lane.stage(publication, timeout=20)
+        await staged(lane, publisher, publication)
         assert lane._staged is not None
         arrived = dict(lane._staged.tensors())
         assert list(arrived) == list(full)
@@ -122,7 +133,11 @@ def test_parts_of_two_versions_are_no_publication():
             merge_publications([await LocalPublisher(*again(publisher, 0)).publish(1), parts[1]])
         with pytest.raises(WeightSyncError, match=r"publication 2 lacks bucket \d+ of policy rank 1"):
             merge_publications(parts[:1])
-        assert merge_publications(parts).digests == first.digests
+        assert merge_publications(parts).handles.keys() == {0, 1}
+        with pytest.raises(WeightSyncError, match=r"publication 2 lacks the digest of bucket \d+ of policy rank 1"):
+            complete_digests(merge_publications(parts), await publisher.ranks[0].digests(2))
+        found = await publisher.digests(2)
+        assert complete_digests(merge_publications(parts), found) == complete_digests(first, await publisher.digests(1))
 
     def again(publisher, rank):
         one = publisher.ranks[rank]
@@ -170,6 +185,36 @@ def test_a_failed_rank_is_named_and_the_version_can_be_published_again():
     run(scenario())
 
 
+def test_a_copy_that_had_not_begun_when_it_was_taken_back_is_stopped_too(monkeypatch):
+    """Rank 1 fails before the thread of rank 0 has run: that thread must find the retraction, and the next publication it."""
+    _, publisher = two_ranks()
+    healthy, gate = publisher.ranks[1]._source, threading.Event()
+
+    def broken():
+        raise RuntimeError("out of paper")
+        yield
+
+    write = publisher.ranks[0].pool.write
+
+    def late(*args):
+        assert gate.wait(10)
+        return write(*args)
+
+    monkeypatch.setattr(publisher.ranks[0].pool, "write", late)
+
+    async def scenario() -> None:
+        publisher.ranks[1]._source = broken
+        publishing = asyncio.ensure_future(publisher.publish(1))
+        await asyncio.sleep(0.2)
+        gate.set()
+        with pytest.raises(WeightSyncError, match="out of paper"):
+            await publishing
+        publisher.ranks[1]._source = healthy
+        assert (await publisher.publish(1)).version == 1
+
+    run(scenario())
+
+
 def test_a_third_publication_replaces_one_not_yet_pulled_and_a_held_one_never_changes():
     full, publisher = two_ranks()
 
@@ -178,16 +223,17 @@ def test_a_third_publication_replaces_one_not_yet_pulled_and_a_held_one_never_ch
         first = await publisher.publish(1)
         await publisher.hold(1)
         for version in (2, 3, 4):
+            settle(publisher)
             full["a"].add_(1)
             last = await publisher.publish(version)
         with pytest.raises(WeightSyncError, match="policy rank 0: publication 2 is not in the pool"):
             await publisher.hold(2)
-        await lane.stage(first, timeout=5)
+        await staged(lane, publisher, first)
         assert torch.equal(dict(lane._staged.tensors())["a"], torch.arange(40.0)), "the held one is as it was published"
         await lane.abort("test")
         await publisher.release(1)
         await publisher.hold(4)
-        await lane.stage(last, timeout=5)
+        await staged(lane, publisher, last)
         assert torch.equal(dict(lane._staged.tensors())["a"], torch.arange(40.0) + 3)
         await lane.close()
 
@@ -215,6 +261,7 @@ def test_training_goes_on_while_lanes_pull():
         update = await plane.publish(1)
         delivery = asyncio.ensure_future(plane.deliver(update))
         for _ in range(5):  # five optimizer steps
+            settle(publisher)
             full["a"].mul_(2).add_(1)
             await asyncio.sleep(0.01)
         assert not delivery.done() and engine.version is None

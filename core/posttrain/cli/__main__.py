@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
+from posttrain.cli.main import command
 
-from posttrain.cli.main import main
-
-sys.exit(main())
+command()

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from posttrain.loop.export import export
-    from posttrain.loop.run import quiet_libraries
+    from posttrain.policy.load import quiet_libraries
     from posttrain.tracking.text import near
 
     quiet_libraries()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -18,13 +21,17 @@ COMMANDS = {
     "launch": "posttrain.cli.launch",
     "plan": "posttrain.cli.plan",
     "doctor": "posttrain.cli.doctor",
+    "eval": "posttrain.cli.eval",
     "show": "posttrain.cli.show",
     "diff": "posttrain.cli.diff",
     "compare": "posttrain.cli.compare",
+    "replay": "posttrain.cli.replay",
     "export": "posttrain.cli.export",
     "plugins": "posttrain.cli.plugins",
     "new": "posttrain.cli.new",
     "experiments": "posttrain.cli.experiments",
+    "sim": "posttrain.cli.sim",
+    "template-check": "posttrain.cli.template_check",
 }
 """Each command's module; it defines `parser()` and `run(args)`."""
 
@@ -32,25 +39,25 @@ HELP = """\
 posttrain: reinforcement learning after pre-training; everywhere: --help, --version, --traceback
 train
   posttrain train experiment=NAME [KEY=VALUE ...]   train; posttrain train --help has the rest
-  posttrain train --resume RUN                      go on with a run
-  posttrain train --multirun KEY=A,B                one run for each value
+  posttrain train --resume RUN | --multirun KEY=A,B go on with a run; one run for each value
   posttrain launch local|ray|slurm KEY=VALUE ...    train here, in a Ray cluster, or as a Slurm job
   posttrain plan experiment=NAME [KEY=VALUE ...]    grid, batches, memory and weight transfer, without a GPU
 
 look
   posttrain show RUN [--step N]                     sample rollouts with rewards and advantages
+  posttrain eval RUN|MODEL ... [--env NAME]         held-out scores with intervals; of two, what differs
   posttrain export RUN OUT [--step N]               a Hugging Face folder from a checkpoint
   posttrain diff A B                                what tells two runs apart, and what they came to
-  posttrain compare RUN ... [--plot OUT.png]        one line for each setting of a sweep
+  posttrain compare RUN ... [--plot OUT.png]        one line for each setting; of two, which is better
+  posttrain replay RUN --step N                     a recorded step again; --bisect A B: where two part
   posttrain experiments list                        what experiment= can name
+  posttrain template-check MODEL                    what its chat template does to multi-turn training
+  posttrain sim --seeds A:B                         the asynchronous loop under simulated failures
   posttrain doctor [--report]                       what this machine lacks for a run, each with what to do
 
 plug-ins
-  posttrain plugins list [--json]                   what is installed, of which state, with its options
-  posttrain plugins doctor [NAME]                   import each and say what is wrong with it
-  posttrain plugins check NAME [KEY=VALUE ...]      run the laws of its kind on one
+  posttrain plugins list|doctor|check [NAME]        what is installed; what is wrong with it; its laws
   posttrain new env|algorithm|datapacker|hook NAME  a package to begin with, and its tests
-
 exit codes: 0 done, 1 unexpected, 2 configuration or plug-in, 3 data, 4 engine or model start,
             5 run aborted, 75 worth resuming, 130 Ctrl-C, 143 SIGTERM
 """
@@ -86,6 +93,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, previous)
+
+
+def command() -> NoReturn:
+    """`posttrain`: `main` as a process. A thread that never ends changes neither its exit code nor whether it ends."""
+    code = main()
+    deadline = sys.modules.get("posttrain.weights.deadline")  # without it no thread was started
+    if deadline is not None and _left_behind(deadline):
+        atexit.unregister(deadline.at_exit)  # they have had their time
+        with contextlib.suppress(KeyboardInterrupt):
+            atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _left_behind(deadline: Any) -> bool:
+    """Whether a thread works on although the end has waited for it; also when somebody is tired of that wait."""
+    try:
+        return bool(deadline.still_working(deadline.END_S))
+    except KeyboardInterrupt:
+        return True
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -143,4 +173,4 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

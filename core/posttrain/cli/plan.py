@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--link={args.link} is not a speed", fix="give GB/s above 0, such as --link 50", code="usage")
     loaded = load_config(args.overrides, config_file=args.config)
     from posttrain.loop.plan import plan_run
-    from posttrain.loop.run import quiet_libraries
+    from posttrain.policy.load import quiet_libraries
 
     quiet_libraries()
     plan = plan_run(loaded, root=args.run, link=args.link, say=lambda line: print(line, file=sys.stderr))

@@ -40,6 +40,11 @@ BOUNDS: dict[str, Range] = {
     "rl.min_informative_groups": _COUNT,
     "rl.min_informative_groups_frac": _SHARE,
     "rl.dynamic_sampling_max_extra_rollouts": _COUNT,
+    "rl.overlong_penalty_factor": Range(0, math.inf, open_high=True),
+    "rl.overlong_buffer_tokens": _NATURAL,
+    "rl.gibberish_logprob_offset": _POSITIVE,
+    "rl.gibberish_token_threshold": _COUNT,
+    "rl.repetition_compression_threshold": Range(1, open_low=True),
     "rl.optimizer.lr": Range(0, math.inf, open_high=True),
     "rl.optimizer.eps": _POSITIVE,
     "rl.optimizer.weight_decay": _COUNT,
@@ -51,9 +56,11 @@ BOUNDS: dict[str, Range] = {
     "rollout.max_tokens": _NATURAL,
     "rollout.max_model_len": Range(2),
     "rollout.max_num_seqs": _NATURAL,
+    "rollout.env_timeout_s": _POSITIVE,
     "rollout.gpu_memory_utilization": _SHARE,
     "rollout.tensor_parallel_size": _NATURAL,
     "rollout.base_port": Range(1, 65535),
+    "rl.data.max_bad_rows": _COUNT,
     "rollout.max_async_rollout": _COUNT,
     "rollout.max_off_policy_steps": _COUNT,
     "rollout.start_timeout_s": _POSITIVE,
@@ -90,6 +97,19 @@ BOUNDS: dict[str, Range] = {
     "tracking.rollouts_every": _COUNT,
 }
 
+EVAL_BOUNDS: dict[str, Range] = {
+    "prompts": _COUNT,
+    "samples": _NATURAL,
+    "correct_at": Range(),
+    "temperature": _COUNT,
+    "top_p": _SHARE,
+    "top_k": _COUNT,
+    "min_p": Range(0, 1),
+    "max_tokens": _NATURAL,
+    "every": _COUNT,
+}
+"""Of the numbers of each entry of `evals`."""
+
 
 def check_bounds(config: Any) -> Iterator[Problem]:
     """A problem for every number outside its range; unset (null) ones are left alone."""
@@ -102,6 +122,11 @@ def check_bounds(config: Any) -> Iterator[Problem]:
     for i, environment in enumerate(config.environments):
         if isinstance(environment.weight, float) and not _POSITIVE.holds(environment.weight):
             yield Problem(f"environments[{i}].weight", f"is {environment.weight:g}, must be {_POSITIVE}")
+    for i, entry in enumerate(config.evals):
+        for key, allowed in EVAL_BOUNDS.items():
+            value = getattr(entry, key)
+            if isinstance(value, (int, float)) and not allowed.holds(value):
+                yield Problem(f"evals[{i}].{key}", f"is {value:g}, must be {allowed}")
     for i, hook in enumerate(config.hooks):
         if isinstance(hook.timeout_s, float) and not _POSITIVE.holds(hook.timeout_s):
             yield Problem(f"hooks[{i}].timeout_s", f"is {hook.timeout_s:g}, must be {_POSITIVE}")

@@ -59,6 +59,9 @@ def selected(config: RunConfig, made: Mapping[str, Any] = {}, bad: Iterable[str]
     if width > 1 and "rollout.tensor_parallel_size" not in bad:
         where = "rollout.tensor_parallel_size"
         yield Part("config", f"{where}={width}", "", where, Declared(needs=("tensor_parallel",)))
+    if config.rl.overlong_penalty_factor and "rl.overlong_penalty_factor" not in bad:
+        where = "rl.overlong_penalty_factor"
+        yield Part("config", f"{where}={config.rl.overlong_penalty_factor:g}", "", where, Declared(lacks=("binary_rewards",)))
     for kind, name, where in plugins_of(config):
         if name == NO_ENGINE and kind == "engines":
             yield Part("engines", NO_ENGINE, "", where, _NONE)

@@ -57,6 +57,14 @@ FLAT_KEYS: dict[str, str] = {
     "prompts_batch_size_for_trainer": "rl.batch_per_replica (completions, not prompts: prompts times rl.group_size)",
     "megatron_global_batch_size": "rl.batch_per_replica (completions, not prompts)",
     "discard_group_zero_advantage": "rl.discard_group_zero_advantage",
+    "filter_overlong": "rl.filter_overlong",
+    "overlong_penalty_factor": "rl.overlong_penalty_factor (of a whole episode, and never more than the factor)",
+    "overlong_buffer_tokens": "rl.overlong_buffer_tokens",
+    "filter_gibberish": "rl.filter_gibberish",
+    "gibberish_token_threshold": "rl.gibberish_token_threshold (null: by the size of the vocabulary)",
+    "gibberish_logprob_offset": "rl.gibberish_logprob_offset (below -ln of the model's own vocabulary, not below -11.5)",
+    "filter_repetition": "rl.filter_repetition",
+    "repetition_compression_threshold": "rl.repetition_compression_threshold",
     "seq_len": "rollout.max_model_len (rows are never cut) and rl.micro_batch_tokens",
     "learning_rate": "rl.optimizer.lr",
     "lr": "rl.optimizer.lr",
@@ -68,6 +76,7 @@ FLAT_KEYS: dict[str, str] = {
     "max_async_rollout": "rollout.max_async_rollout",
     "max_off_policy_steps": "rollout.max_off_policy_steps",
     "temperature": "rollout.temperature",
+    "enable_thinking": "rollout.enable_thinking",
     "top_p": "validation.top_p (training samples from the whole distribution)",
     "max_tokens": "rollout.max_tokens",
     "max_model_len": "rollout.max_model_len",
@@ -85,9 +94,9 @@ FLAT_KEYS: dict[str, str] = {
     "checkpoint_every": "checkpoint.every (a number of steps; 0: only the last)",
     "checkpoint_keep_last": "checkpoint.keep_last",
     "checkpoint_keep_every": "checkpoint.keep_every",
-    "eval_every": "validation.every",
-    "eval_before_training": "validation.prompts (above 0, a run validates before its first and after its last step)",
-    "eval_after_training": "validation.prompts (above 0, a run validates before its first and after its last step)",
+    "eval_every": "evals (the key every of an entry), or validation.every",
+    "eval_before_training": "evals (the key before of an entry, true unless it says otherwise)",
+    "eval_after_training": "evals (the key after of an entry, true unless it says otherwise)",
     "rollout_block_size": "tracking.rollouts_every (steps between rollout files)",
     "use_wandb": "hooks (a list of trackers: [{name: wandb}])",
     "wandb_project": "hooks (an option of the entry: [{name: wandb, options: {project: NAME}}])",
@@ -101,29 +110,20 @@ FLAT_KEYS: dict[str, str] = {
 }
 """Flat key → path here, with a note in parentheses where the meaning or the unit differs."""
 
-_REWARD = "do it in the environment's reward, which sees the tokens and the finish reason of an answer (state.trajectory)"
-_TOGETHER = "a batch is generated as one cohort; how many completions decode together is rollout.max_num_seqs"
+_SLOTS = "a slot is one sample, always: rollout.max_num_seqs decode together, and loop.commit_order=arrival fills them"
 
 ABSENT: dict[str, str] = {
     "debug": "there is no debug mode; --dry-run checks a config without training, --traceback shows where an error came from",
     "tis_logprob_clamp": "log-ratios are always clamped to ±20",
-    "filter_overlong": f"answers cut off by the token limit are not filtered; {_REWARD}",
-    "overlong_penalty_factor": f"there is no length penalty; {_REWARD}",
-    "overlong_buffer_tokens": f"there is no length penalty; {_REWARD}",
-    "filter_gibberish": f"rewards are not filtered by how rare the tokens are; {_REWARD}",
-    "gibberish_token_threshold": f"rewards are not filtered by how rare the tokens are; {_REWARD}",
-    "gibberish_logprob_offset": f"rewards are not filtered by how rare the tokens are; {_REWARD}",
-    "filter_repetition": f"repetitive answers are not filtered; {_REWARD}",
-    "repetition_compression_threshold": f"repetitive answers are not filtered; {_REWARD}",
     "pad_to_multiple_of": "rows are sorted by length and padded to the longest of their micro-batch only",
     "fsdp_context_parallel_size": "a sequence lies on one rank; there is no context parallelism",
     "enable_prompt_prefetch": "prompts are read and formatted by a loop of their own, with nothing to set",
     "prompt_prefetch_buffer_size": "prompts are read and formatted by a loop of their own, with nothing to set",
-    "enable_individual_sample_lanes": _TOGETHER,
-    "free_lane_after_generation": f"scoring never holds an engine's slot; {_TOGETHER}",
+    "enable_individual_sample_lanes": _SLOTS,
+    "free_lane_after_generation": f"scoring never holds an engine's slot; {_SLOTS}",
     "eager_prepare_resources": "an environment prepares what it needs when it is built",
-    "interleaved_rollouts": "token ids are kept from turn to turn always; no text is tokenised again",
-    "enable_thinking": "chat templates take no arguments here; write the choice into model.chat_template",
+    "interleaved_rollouts": "token ids are kept from turn to turn always; rollout.keep_history_verbatim says what becomes of a "
+    "history that the template rewrites",
     "inference_host": "engines are processes of this machine and listen on no address",
     "checkpoint_save_training_state": "a checkpoint always holds the whole state of the training",
     "resume_from_checkpoint": "it is a flag: posttrain train --resume RUN",
@@ -144,7 +144,7 @@ FAMILIES: dict[str, str] = {
     "ray_": "roles run in this process; Ray is not used yet (grid)",
     "wandb_": "what the hook wandb can be told is in its options, as hooks=[{name: wandb, options: {project: NAME}}]",
     "weight_broadcast_": "weights travel as snapshots in host memory, with nothing more to set; see weights",
-    "eval_": "held-out rewards come from validation on the run's own engine; evals are not available yet",
+    "eval_": "evals run on the run's own engines, behind what trains; what can be set is in the entries of evals",
     "event_": "events.jsonl is written as things happen, with nothing to set",
     "system_metrics_": "the machine's load is not recorded; metrics.jsonl has the times of each step",
     "torch_memory_": "memory is not sampled; metrics.jsonl has the times of each step",
@@ -154,14 +154,31 @@ FAMILIES: dict[str, str] = {
 
 ENTRY_KEYS: dict[str, str] = {
     "kwargs": "the key here is options",
-    "reward_min": "leave it out: rewards are used as the environment gives them",
-    "reward_max": "leave it out: rewards are used as the environment gives them",
-    "eval_every": "the path here is validation.every, for all environments",
-    "num_samples": "the path here is validation.prompts, for all environments",
-    "pass_k": "leave it out: validation tells the mean reward of validation.samples completions a prompt",
-    "separate_eval_samples": "leave it out: the test split of an environment is always held out",
+    "reward_min": "the key here is reward_range=[MIN,MAX]: rewards in it are 0 to 1 in training",
+    "reward_max": "the key here is reward_range=[MIN,MAX]: rewards in it are 0 to 1 in training",
+    "eval_every": "it is a key of the entries of evals: every",
+    "num_samples": "it is a key of the entries of evals: prompts (rows that are asked)",
+    "pass_k": "it is a key of the entries of evals: k (a list, each below samples)",
+    "separate_eval_samples": "write an entry of evals with split=holdout: its prompts are kept out of training",
 }
 """Keys of an entry of a list of environments, with the whole hint."""
+
+EVAL_KEYS: dict[str, str] = {
+    "eval_every": "the key here is every",
+    "num_samples": "the key here is prompts (rows that are asked); samples are the completions of each",
+    "n": "the key here is samples",
+    "pass_k": "the key here is k (a list, each below samples)",
+    "pass_at_k": "the key here is k (a list, each below samples): it gives pass@k and pass^k",
+    "separate_eval_samples": "write split=holdout and prompts=N: these rows are kept out of training",
+    "eval_before_training": "the key here is before",
+    "eval_after_training": "the key here is after",
+    "holdout": "write split=holdout and prompts=N: these rows are kept out of training",
+    "weight": "leave it out: an eval asks each of its prompts",
+    "reward_range": "leave it out: an eval tells rewards as the environment gives them",
+    "reward_min": "leave it out: an eval tells rewards as the environment gives them",
+    "reward_max": "leave it out: an eval tells rewards as the environment gives them",
+}
+"""The same for an entry of `evals`, before those."""
 
 
 def renamed(key: str, value: str = "") -> str:
@@ -176,5 +193,8 @@ def renamed(key: str, value: str = "") -> str:
 
 def renamed_entry(path: str) -> str:
     """The hint for an unknown key of an entry of `environments` or `evals`; empty for other paths."""
-    match = re.fullmatch(r"(?:environments|evals)\[\d+\]\.(\w+)", path)
-    return ENTRY_KEYS.get(match[1], "") if match else ""
+    match = re.fullmatch(r"(environments|evals)\[\d+\]\.(\w+)", path)
+    if not match:
+        return ""
+    known = ENTRY_KEYS | EVAL_KEYS if match[1] == "evals" else ENTRY_KEYS
+    return known.get(match[2], "")

@@ -8,13 +8,22 @@ made; those of others are imported here, so that a broken one is told before the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config.layers import Layers
 from posttrain.config.preference import check_preference
-from posttrain.config.schema import MISSING, NO_ENGINE, EnvironmentConfig, HookConfig, Plugin, RunConfig, WeightsConfig
+from posttrain.config.schema import (
+    MISSING,
+    NO_ENGINE,
+    EnvironmentConfig,
+    EvalConfig,
+    HookConfig,
+    Plugin,
+    RunConfig,
+    WeightsConfig,
+)
 from posttrain.config.walker import Field, Problem, Walker, fields_of, join, show
 from posttrain.errors import PosttrainError
 from posttrain.plugins.build import option_fields
@@ -42,6 +51,7 @@ class PluginCheck:
         if config.rollout.engine != NO_ENGINE:
             engine = self.options("engines", config.rollout.engine, config.rollout.options, "rollout.engine", "rollout.options")
         environments = tuple(self.environment(e, f"environments[{i}]") for i, e in enumerate(config.environments))
+        evals = tuple(self.evaluation(e, f"evals[{i}]", environments) for i, e in enumerate(config.evals))
         hooks = tuple(self.hook(h, f"hooks[{i}]") for i, h in enumerate(config.hooks))
         transport = self.transport(config.weights)
         if config.rl.data.packer:
@@ -50,6 +60,7 @@ class PluginCheck:
         return replace(
             config,
             environments=environments,
+            evals=evals,
             hooks=hooks,
             rl=replace(config.rl, objective=objective),
             rollout=replace(config.rollout, options=engine),
@@ -96,6 +107,22 @@ class PluginCheck:
         if not self.failed(path) and isinstance(cls := resolve("envs", config.name), type):
             values = self.construct(cls.Options, values, f"{path}.options")  # type: ignore[attr-defined]
         return replace(config, options=values)
+
+    def evaluation(self, config: EvalConfig, path: str, trained: Sequence[EnvironmentConfig]) -> EvalConfig:
+        """An eval with every option of its environment resolved; what an environment that trains says is taken from there."""
+        from posttrain.config.eval_rules import check_holdout, label_of, trained_entry
+
+        entry, problem = trained_entry(config, path, trained)
+        self.walker.problems += problem
+        if problem:
+            return config
+        if entry is not None:
+            config = replace(config, name=entry.name, label=label_of(config), options=dict(entry.options))
+        else:
+            made = self.environment(EnvironmentConfig(name=config.name, options=config.options or {}), path)
+            config = replace(config, label=label_of(config), options=made.options)
+        self.walker.problems += check_holdout(config, path, trained)
+        return config
 
     def hook(self, config: HookConfig, path: str) -> HookConfig:
         """A hook with its options checked, and its methods unless it is one of posttrain's own: those are imported when made."""

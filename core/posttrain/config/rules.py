@@ -6,15 +6,19 @@ A rule names the keys that it reads; it is skipped when one of them has a proble
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from posttrain.config.bounds import check_bounds
-from posttrain.config.schema import MISSING, NO_ENGINE, RunConfig
-from posttrain.config.walker import Problem
+from posttrain.config.entries import check_entries
+from posttrain.config.eval_rules import check_evals
+from posttrain.config.schema import MISSING, NO_ENGINE, RLConfig, RunConfig
+from posttrain.config.walker import Problem, show
 
 if TYPE_CHECKING:
     from posttrain.placement.batch import BatchPlan
@@ -66,11 +70,7 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "environments", "is empty: there is nothing to learn", "give at least one: environments=[{name: arithmetic}]"
         )
-    for i, environment in enumerate(config.environments):
-        if environment in config.environments[:i]:
-            yield Problem(
-                f"environments[{i}]", f"repeats {environment.name!r} with the same options", "remove it, or raise the weight"
-            )
+    yield from check_entries("environments", config.environments)
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
@@ -81,6 +81,8 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
         key, _, rest = text.partition("=")
         what, _, fix = rest.rpartition("; ")
         yield Problem(key, what, fix)
+    if "" in r.stop:
+        yield Problem("rollout.stop", "holds an empty text, which ends every turn at its first token", "leave it out")
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:
@@ -117,20 +119,79 @@ def _batch(config: RunConfig) -> Iterable[Problem]:
     return check_batch(plan) if min(plan.rollout_replicas, plan.dp_world) >= 1 else []  # the grid's own rule tells
 
 
+def _ports(config: RunConfig) -> Iterable[Problem]:
+    first, replicas = config.rollout.base_port, batch_plan(config).rollout_replicas
+    if first + replicas - 1 > 65535:
+        yield Problem(
+            "rollout.base_port",
+            f"{first} leaves no ports for {replicas} replicas, each of which has one of its own",
+            f"set rollout.base_port to {65536 - replicas} or less",
+        )
+
+
 def _grid(config: RunConfig) -> Iterable[Problem]:
     from posttrain.placement.grid import check_grid
 
     return check_grid(config.grid, config.rollout.tensor_parallel_size)
 
 
-def _dynamic_sampling(config: RunConfig) -> Iterator[Problem]:
+def informative_minimum(config: RunConfig) -> int:
+    """How many groups of a batch must be informative; 0: dynamic sampling is off. A share is rounded up, in exact arithmetic."""
     rl = config.rl
+    if rl.min_informative_groups_frac is None:
+        return rl.min_informative_groups
+    return math.ceil(Fraction(str(rl.min_informative_groups_frac)) * (rl.batch_per_replica // rl.group_size))
+
+
+def _dynamic_sampling(config: RunConfig) -> Iterator[Problem]:
+    rl, count, share = config.rl, "rl.min_informative_groups", "rl.min_informative_groups_frac"
     if rl.min_informative_groups and rl.min_informative_groups_frac is not None:
-        yield Problem(
-            "rl.min_informative_groups_frac",
-            "is another way to write rl.min_informative_groups, and both are set",
-            "unset one of them",
-        )
+        yield Problem(share, f"is another way to write {count}, and both are set", "unset one of them")
+        return
+    set_by = count if rl.min_informative_groups_frac is None else share
+    groups = rl.batch_per_replica // rl.group_size if rl.group_size > 0 else 0
+    if groups < 1:  # the rule of the batch tells
+        return
+    minimum = informative_minimum(config)
+    if minimum and config.rollout.engine == NO_ENGINE:
+        yield Problem(set_by, "nothing is sampled with rollout.engine=none", f"remove {set_by}, or choose an engine")
+    elif minimum and rl.group_size == 1:
+        yield Problem(set_by, "no group of one is informative: its rewards cannot disagree", "set rl.group_size to 2 or more")
+    elif minimum > groups:
+        what = f"{minimum} informative groups in a batch of {groups} (rl.batch_per_replica / rl.group_size)"
+        yield Problem(count, what, f"set at most {groups}, or raise rl.batch_per_replica")
+    for key, default in (
+        ("dynamic_sampling_max_extra_rollouts", 0),
+        ("dynamic_sampling_on_budget_exhausted", "raise"),
+    ):
+        if not minimum and (value := getattr(rl, key)) != default:
+            what = f"{value} has no effect: no informative groups are asked for"
+            yield Problem(f"rl.{key}", what, f"set {count} or {share}, or leave rl.{key} out")
+
+
+SCREENING = {
+    "overlong_penalty_factor": ("overlong_buffer_tokens",),
+    "filter_overlong": (),
+    "filter_gibberish": ("gibberish_logprob_offset", "gibberish_token_threshold"),
+    "filter_repetition": ("repetition_compression_threshold",),
+}
+"""Key of `rl` that turns a penalty or a filter on → keys that only mean something then."""
+
+
+def _screening(config: RunConfig) -> Iterator[Problem]:
+    rl, default = config.rl, RLConfig()
+    for switch, belonging in SCREENING.items():
+        on = bool(getattr(rl, switch))
+        if on and config.rollout.engine == NO_ENGINE:
+            what = "completions come with the data (rollout.engine=none): there is no policy to keep from long or odd answers"
+            yield Problem(f"rl.{switch}", what, f"remove rl.{switch}, or choose an engine")
+        for key in belonging:
+            if not on and (value := getattr(rl, key)) != getattr(default, key):
+                fix = f"set rl.{switch}{'=true' if switch.startswith('filter') else ' above 0'}, or leave rl.{key} out"
+                yield Problem(f"rl.{key}", f"{value} has no effect: rl.{switch} is off", fix)
+    if rl.overlong_penalty_factor and rl.overlong_buffer_tokens > config.rollout.max_tokens:
+        what = f"{rl.overlong_buffer_tokens} is more than rollout.max_tokens={config.rollout.max_tokens}: every answer would lose"
+        yield Problem("rl.overlong_buffer_tokens", what, "lower it, or raise rollout.max_tokens")
 
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:
@@ -159,6 +220,31 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def commit_order(config: RunConfig) -> str:
+    """`loop.commit_order` with `auto` resolved: engines in this process are deterministic, others are not."""
+    from posttrain.placement.grid import EMBEDDED
+
+    chosen = config.loop.commit_order
+    if chosen == "auto":
+        return "logical" if config.rollout.engine in (*EMBEDDED, NO_ENGINE) else "arrival"
+    return chosen
+
+
+def _asynchrony(config: RunConfig) -> Iterator[Problem]:
+    ahead, lag = config.rollout.max_async_rollout, config.rollout.max_off_policy_steps
+    if config.rollout.engine == NO_ENGINE:
+        if ahead:
+            yield Problem("rollout.max_async_rollout", f"{ahead} has no effect: nothing is generated", "set it to 0")
+        if config.loop.commit_order == "arrival":
+            yield Problem("loop.commit_order", "arrival has no effect: nothing is generated", "set loop.commit_order=auto")
+    elif commit_order(config) == "arrival" and lag < ahead:
+        yield Problem(
+            "rollout.max_off_policy_steps",
+            f"{lag} is below rollout.max_async_rollout={ahead}: every trajectory would grow too old before its batch trains",
+            f"set rollout.max_off_policy_steps={ahead} or more, or a smaller rollout.max_async_rollout",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class NotYet:
     """Why a key takes no value but its default and `works` yet."""
@@ -167,7 +253,6 @@ class NotYet:
     works: tuple[object, ...] = ()
 
 
-_NO_REFILL = "dynamic sampling does not refill batches; rl.discard_group_zero_advantage leaves tied groups out"
 _NO_ROUTES = (
     "no engine returns the experts that it chose: hf does not record them, and vLLM does in its Model Runner V2 only, "
     "which requires Triton, so not on a CPU"
@@ -175,14 +260,6 @@ _NO_ROUTES = (
 
 NOT_YET: dict[str, NotYet] = {
     "rl.routing_replay": NotYet(_NO_ROUTES),
-    "rl.min_informative_groups": NotYet(_NO_REFILL),
-    "rl.min_informative_groups_frac": NotYet(_NO_REFILL),
-    "rl.dynamic_sampling_max_extra_rollouts": NotYet(_NO_REFILL),
-    "rl.dynamic_sampling_on_budget_exhausted": NotYet(_NO_REFILL),
-    "rollout.max_async_rollout": NotYet("batches are generated strictly on-policy"),
-    "rollout.max_off_policy_steps": NotYet("no trajectory grows old: batches are generated strictly on-policy"),
-    "loop.commit_order": NotYet("every batch is a whole cohort, in the order of its draws", ("logical",)),
-    "evals": NotYet("held-out rewards come from validation.* only"),
 }
 """Keys whose feature is not there yet: valid, and refused with the reason. The reference is generated from it, too."""
 
@@ -190,7 +267,7 @@ NOT_YET: dict[str, NotYet] = {
 def _not_yet(path: str, why: NotYet) -> tuple[tuple[str, ...], Rule]:
     read = attrgetter(path)
     default = read(RunConfig())
-    typed = {None: "null", (): "[]"}.get(default, default)
+    typed = default if isinstance(default, str) else "[]" if default == () else show(default)
 
     def rule(config: RunConfig) -> Iterator[Problem]:
         if read(config) not in (default, *why.works):
@@ -207,9 +284,27 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("rollout.max_tokens", "rollout.max_model_len", "validation.max_tokens"), _lengths),
     (("rl.batch_per_replica", "rl.group_size", "rl.mini_batch_per_replica", "rl.micro_batch_per_replica", "grid"), _batch),
     (("grid", "rollout.tensor_parallel_size"), _grid),
-    (("rl.min_informative_groups", "rl.min_informative_groups_frac"), _dynamic_sampling),
+    (("grid", "rollout.base_port"), _ports),
+    (
+        (
+            "rl.min_informative_groups",
+            "rl.min_informative_groups_frac",
+            "rl.dynamic_sampling_max_extra_rollouts",
+            "rl.dynamic_sampling_on_budget_exhausted",
+            "rl.batch_per_replica",
+            "rl.group_size",
+            "rollout.engine",
+        ),
+        _dynamic_sampling,
+    ),
+    (
+        (*(f"rl.{key}" for pair in SCREENING.items() for key in (pair[0], *pair[1])), "rollout.max_tokens", "rollout.engine"),
+        _screening,
+    ),
     (("rl.lr_scheduler", "rl.steps", "rl.batch_per_replica", "rl.mini_batch_per_replica"), _optimizer),
     (("model.attn_implementation", "rl.shared_prefix"), _attention),
+    (("rollout.max_async_rollout", "rollout.max_off_policy_steps", "rollout.engine", "loop.commit_order"), _asynchrony),
+    (("evals", "rollout.engine", "rollout.max_tokens", "rollout.max_model_len"), check_evals),
     *(_not_yet(path, why) for path, why in NOT_YET.items()),
 )
 """Each rule with the keys that it reads."""

@@ -61,6 +61,7 @@ class DataConfig:
     packer: str | None = None  # packer plug-in name or dotted path of a zero-argument factory; default: by model_type
     shuffle: bool = True  # a seeded permutation per epoch; false: file order
     drop_last: bool = False  # drop the short last batch of an epoch instead of filling it from the next
+    max_bad_rows: int = 0  # rows that cannot be asked about and are passed over; one more ends the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,14 @@ class RLConfig:
     min_informative_groups_frac: float | None = None  # the same as a share of the batch's groups
     dynamic_sampling_max_extra_rollouts: int = 0  # extra rounds beyond the base draw
     dynamic_sampling_on_budget_exhausted: Literal["raise", "proceed"] = "raise"  # abort, or fill with tied groups
+    overlong_penalty_factor: float = 0.0  # most that the reward of an answer near or past rollout.max_tokens loses; 0: off
+    overlong_buffer_tokens: int = 256  # tokens before rollout.max_tokens over which that loss grows from 0
+    filter_overlong: bool = False  # answers cut by the token limit train nothing
+    filter_gibberish: bool = False  # answers with a rare token where it was less likely than a uniform draw train nothing
+    gibberish_logprob_offset: float = 2.0  # nats below -ln(vocabulary) that such a token lies
+    gibberish_token_threshold: int | None = None  # larger ids are rare tokens; null: vocabulary * 100,000 / 151,936, as for Qwen
+    filter_repetition: bool = False  # answers that repeat themselves train nothing
+    repetition_compression_threshold: float = 10.0  # bytes per zlib-compressed byte above which an answer repeats itself
     routing_replay: Literal["off", "rollout"] = "off"  # pin MoE routing to the engine's
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -101,14 +110,19 @@ class RolloutConfig:
     top_p: float = 1.0  # refused in training unless 1
     top_k: int = 0  # refused in training unless 0
     min_p: float = 0.0  # refused in training unless 0
+    stop: tuple[str, ...] = ()  # texts that end a turn of the model, beside its EOS ids; the turn keeps them
+    enable_thinking: bool | None = None  # what the chat template reads under this name; null: its default
+    thinking_prefix: str = ""  # text that begins every turn of the model in a chat, such as "<think>\n"; it is not sampled
+    keep_history_verbatim: bool = False  # where the template rewrites earlier turns: true keeps the ids, false splits the row
     ignore_eos: bool = False  # generate exactly max_tokens (benchmarks)
     gpu_memory_utilization: float = 0.9  # share of the device that vLLM may take
     tensor_parallel_size: int = 1  # ranks of one engine
-    base_port: int = 8100  # reserved for engine servers; the engines of one host use no port
+    base_port: int = 8100  # where agents ask, on loopback; replicas: consecutive; no environment with an agent: no port
     max_async_rollout: int = 0  # batch steps that rollouts may run ahead; 0: strictly on-policy
-    max_off_policy_steps: int = 8  # batch steps after which a trajectory in flight is aborted
+    max_off_policy_steps: int = 8  # arrival: versions that a trajectory may lag before it is aborted
     start_timeout_s: float = 300.0  # deadline of an engine's start
-    generate_timeout_s: float = 1800.0  # deadline of one batch of completions
+    generate_timeout_s: float = 1800.0  # deadline of the completions of a cohort (logical) or of one prompt (arrival)
+    env_timeout_s: float = 120.0  # deadline of an environment's answer to one turn of the model
     reward_timeout_s: float = 30.0  # deadline of one reward
     reward_workers: int | None = None  # processes that score synchronous rewards; null: one per CPU core, at most 8
     strict_rewards: bool = False  # stop the run at a reward that fails, instead of leaving its sample out
@@ -138,7 +152,9 @@ class GridConfig:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     name: str = MISSING  # environment plug-in
+    label: str | None = None  # what its draws, metrics and states are called, no two alike; default: the name, without folders
     weight: float = 1.0  # share of the prompts
+    reward_range: tuple[float, float] | None = None  # its rewards from here to there are 0 to 1 in training; null: as they are
     options: dict[str, Any] = field(default_factory=dict)  # the environment's own options
 
 
@@ -163,6 +179,27 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    name: str = MISSING  # environment plug-in, or the label of an entry of environments
+    label: str | None = None  # what its results are called, no two alike; default: the name, without folders
+    options: dict[str, Any] | None = None  # the environment's own; null: those of the entry of environments of this name
+    split: Literal["test", "train", "holdout"] = "test"  # test: of a file without a split, all; holdout: train rows kept out
+    prompts: int = 0  # rows that are asked, from the first on; 0: all
+    samples: int = 1  # completions per prompt
+    k: tuple[int, ...] = ()  # estimate pass@k and pass^k for these, each below samples
+    correct_part: str | None = None  # part of the reward that says whether it is correct; null: correct if there is one, else all
+    correct_at: float = 1.0  # least value of it that is correct
+    temperature: float | None = None  # 0: greedy; null: greedy for one sample, rollout.temperature for several
+    top_p: float = 1.0  # share of the probability that is sampled from; 1: all
+    top_k: int = 0  # tokens that are sampled from; 0: all
+    min_p: float = 0.0  # least probability, as a share of the largest; 0: any
+    max_tokens: int | None = None  # default: rollout.max_tokens
+    every: int = 0  # batch steps between evals while training; 0: none there
+    before: bool = True  # before the first batch step
+    after: bool = True  # after the last
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     transport: str = "auto"  # inproc, shm, nixl; auto: nixl under ray, else inproc for embedded engines and shm for others
     options: dict[str, Any] = field(default_factory=dict)  # the transport's own options
@@ -182,8 +219,8 @@ class WeightsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    commit_order: Literal["auto", "logical", "arrival"] = "auto"  # auto: logical, cohort by cohort
-    train_timeout_s: float = 3600.0  # deadline of one batch's optimizer steps, of a save or a load, under ray
+    commit_order: Literal["auto", "logical", "arrival"] = "auto"  # of draws or of completion; auto: by engine
+    train_timeout_s: float = 3600.0  # deadline of a batch's optimizer steps, of a save or a load, under ray
     shutdown_timeout_s: float = 60.0  # deadline of closing engines and workers
 
 
@@ -214,7 +251,7 @@ class RunConfig:
     grid: GridConfig = field(default_factory=GridConfig)
     environments: tuple[EnvironmentConfig, ...] = ()  # what to train on: [{name: arithmetic, weight: 1.0, options: {}}]
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    evals: tuple[EnvironmentConfig, ...] = ()  # held-out environments beside the training ones
+    evals: tuple[EvalConfig, ...] = ()  # what to measure before, while and after: [{name: math, samples: 8, k: [1, 4]}]
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

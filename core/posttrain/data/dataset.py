@@ -11,10 +11,11 @@ rest of an epoch instead. `rl.data.factory` replaces the rows of the (then singl
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ FINGERPRINT_ROWS = 64
 class Draw:
     """One taking of a row by the sampler. `index` counts all draws of a run from 0 and names its randomness.
 
-    The same row drawn in the next epoch is another draw. `where` is the row's place for messages, such as `my.jsonl:17`.
+    The same row drawn in the next epoch is another draw. `where` is the row's place for messages, such as `my.jsonl:17`;
+    `position` its place in its dataset, from which `PromptSampler.redraw` takes it again.
     """
 
     index: int
@@ -44,6 +46,7 @@ class Draw:
     row_id: str
     task: Mapping[str, Any]
     where: str = field(default="", compare=False)
+    position: int = field(default=-1, compare=False)
 
     @property
     def group_id(self) -> str:
@@ -52,12 +55,16 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The rows of one environment that train, and its share of the prompts. `test`: held-out rows that replace its own."""
+    """The rows of one environment that train, and its share of the prompts.
+
+    test: held-out rows that replace its own.   held: rows of the training dataset that an eval keeps out of training.
+    """
 
     env: str
     rows: RowDataset
     weight: float = 1.0
     test: RowDataset | None = None
+    held: RowDataset | None = None
 
 
 class PromptSampler:
@@ -109,6 +116,19 @@ class PromptSampler:
             check.raise_if_failed()
         return [self._next() for _ in range(n)]
 
+    def redraw(self, index: int, epoch: int, env: str, position: int) -> Draw:
+        """A draw that was taken before, from what a checkpoint knows of it. Raises DataError when its row is not there."""
+        source = next(source for source in self.sources if source.env == env)
+        row = read_row(source, position)
+        return Draw(index, epoch, env, row_id(row, position), row, place_of(source.rows, position), position)
+
+    def anew(self) -> PromptSampler:
+        """The same sampler before its first draw: it draws the same again."""
+        again = copy.copy(self)
+        again.load_state_dict({"index": 0, "taken": {source.env: 0 for source in self.sources}})
+        again._orders = {}
+        return again
+
     def state_dict(self) -> dict[str, Any]:
         return {"index": self.index, "taken": {s.env: t for s, t in zip(self.sources, self._taken, strict=True)}}
 
@@ -133,7 +153,7 @@ class PromptSampler:
         epoch, place = divmod(self._taken[which], size)
         position = int(self._order(which, epoch)[place])
         row = read_row(source, position)
-        made = Draw(self.index, epoch, source.env, row_id(row, position), row, place_of(source.rows, position))
+        made = Draw(self.index, epoch, source.env, row_id(row, position), row, place_of(source.rows, position), position)
         self._taken[which] += 1
         self.index += 1
         return made
@@ -219,10 +239,23 @@ def build_sampler(config: RunConfig, environments: Mapping[str, Environment]) ->
             fix="keep one entry in environments, or let each environment bring its rows",
             where="rl.data.factory",
         )
+    sources = [_without_held(config, i, one, environments[one.env]) for i, one in enumerate(sources)]
     batch = config.rl.batch_per_replica // config.rl.group_size
     sampler = PromptSampler(sources, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last, batch=batch)
     check_size(sources, world=max(grid.rollout[0], grid.dp_world))
     return sampler
+
+
+def _without_held(config: RunConfig, position: int, source: Source, env: Environment) -> Source:
+    """The source of an entry of `environments` without the rows that entries of `evals` hold out."""
+    from posttrain.config.eval_rules import same_entry
+    from posttrain.data.holdout import apart
+
+    held = [e.prompts for e in config.evals if e.split == "holdout" and same_entry(e, config.environments) == position]
+    if not held:
+        return source
+    rows, asked = apart(source.rows, max(held), env, source.env)
+    return replace(source, rows=rows, held=asked)
 
 
 def check_size(sources: Sequence[Source], world: int) -> None:

@@ -21,10 +21,11 @@ A reward that cannot be computed is unscorable, never 0: raise, or return `Rewar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
+from posttrain.data.reward_range import Range
 from posttrain.types import Declares, Message, Reward, Trajectory
 
 Split: TypeAlias = Literal["train", "test"]
@@ -57,6 +58,10 @@ class EpisodeState:
     trajectory   the token record; its reward fields are still empty
     custom       free for the environment
     seed         for the environment's own randomness; differs from episode to episode
+    turn         model turns so far
+    offload      `await offload(method, *args, timeout=s)`: calls `environment.method(state, *args)`, a plain function, in a
+                 process that is killed at the deadline; what it changes in `custom` is there afterwards. Raises TimeoutError
+                 after `timeout` seconds and RuntimeError for what it raised. None where nobody hosts the episode
     """
 
     task: Mapping[str, Any]
@@ -66,12 +71,24 @@ class EpisodeState:
     trajectory: Trajectory | None = None
     custom: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    turn: int = 0
+    offload: Callable[..., Awaitable[Any]] | None = field(default=None, repr=False, compare=False)
 
 
 class Environment(Declares, ABC):
     """Base class of every environment. `Options` are its settings under `environments[i].options`."""
 
     api: ClassVar[int] = 1
+    reward_timeout_s: float = 0.0
+    """Seconds that one reward may take where that is more than `rollout.reward_timeout_s`. An object may set its own."""
+    answer_timeout_s: float = 0.0
+    """The same for one `env_response`, and `rollout.env_timeout_s`."""
+    offloads: ClassVar[bool] = False
+    """Whether it calls `state.offload`: its processes are then there also where its own methods are coroutines."""
+    metrics: Mapping[str, Range] = {}
+    """How parts of its reward are shown: bounds, which end is the good one, weight. An object may set its own."""
+    max_turns: int = 10
+    """Model turns after which an episode ends, whatever `env_response` would say. An object may set its own."""
 
     @dataclass(frozen=True)
     class Options:
@@ -88,10 +105,27 @@ class Environment(Declares, ABC):
         """What the model is asked about this row; the same in training and evals. Default: the row's `prompt`."""
         return task["prompt"]  # type: ignore[no-any-return]
 
+    def task_key(self, task: Mapping[str, Any]) -> Any:
+        """What makes two rows the same task: one that trains has the key of no held-out row. Default: the prompt.
+
+        For an environment whose prompts do not tell its rows apart: a game names what it hides.
+        """
+        return self.format_prompt(task)
+
+    async def start(self) -> None:
+        """Bring up what episodes share: a pool of sandboxes, a client. Once, on the event loop, before the first episode.
+
+        What it makes is not sent to the processes that score: keep it out of the pickle.
+        """
+
+    async def close(self) -> None:
+        """Give back what `start` made; idempotent."""
+
     def env_response(self, state: EpisodeState) -> list[Message] | Awaitable[list[Message] | None] | None:
         """The environment's answer to the model's last turn; None ends the episode. Default: a single turn.
 
-        An environment that overrides this needs `multi_turn`, and runs refuse it: they do not drive several turns yet.
+        A plain function runs in a pool of processes (what it changes in `state.custom` comes back), a coroutine on the event
+        loop, each within `rollout.env_timeout_s`. What it raises ends the episode, which is then unscorable.
         """
         return None
 
@@ -111,7 +145,7 @@ def episode(env: Environment, task: Mapping[str, Any], completion: str, *, seed:
     """The state of a single-turn episode that was answered with `completion`."""
     prompt = env.format_prompt(task)
     messages: list[Message] = [*as_messages(prompt), {"role": "assistant", "content": completion}]
-    return EpisodeState(task, prompt, messages, completion, seed=seed)
+    return EpisodeState(task, prompt, messages, completion, seed=seed, turn=1)
 
 
 class ChatOrText(list[Message]):
@@ -124,6 +158,17 @@ class ChatOrText(list[Message]):
     def text(self) -> str:
         """The contents, one after the other, with an empty line between."""
         return "\n\n".join(str(message["content"]) for message in self)
+
+
+class ToolChat(ChatOrText):
+    """Chat messages and the tools that the model may call, as JSON schemas of functions (`data.tools`).
+
+    A chat template that knows tools gets them; for any other model they are described in the system message.
+    """
+
+    def __init__(self, messages: Iterable[Message], tools: Iterable[dict[str, Any]]) -> None:
+        super().__init__(messages)
+        self.tools = list(tools)
 
 
 Style: TypeAlias = Literal["auto", "chat", "text"]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.data.environment import ChatOrText, Prompt
+from posttrain.data.environment import ChatOrText, Prompt, ToolChat, is_messages
 from posttrain.data.hub import eos_token_ids as eos_token_ids
 from posttrain.data.hub import model_config
 from posttrain.data.hub import stop_token_ids as stop_token_ids
@@ -47,9 +47,13 @@ class DataPacker(Declares, ABC):
     tokenizer        of the model, None before `setup`
     name_or_path     the model that the packer was set up for, "" before
     special_tokens   what the tokenizer puts around a plain text, what ends a completion, and the checks that follow from it
+    template_variables   what the chat template reads in every rendering (`enable_thinking`)
+    thinking_prefix      text that begins every turn of the model: part of the prompt, not sampled (`rollout.thinking_prefix`)
     """
 
     api: ClassVar[int] = 1
+    template_variables: Mapping[str, Any] = {}
+    thinking_prefix: str = ""
 
     def __init__(self) -> None:
         self.name_or_path = ""
@@ -73,6 +77,19 @@ class DataPacker(Declares, ABC):
     def chats(self) -> bool:
         """Whether messages can be asked: the tokenizer has a chat template. A packer that renders by itself says True."""
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template writes the tools that there are itself."""
+        return "tools" in str(getattr(self.tokenizer, "chat_template", None) or "")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, no special tokens around it."""
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens too."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     @abstractmethod
     def get_rollout_input(self, prompt: Prompt) -> dict[str, Any]:
@@ -122,8 +139,11 @@ class DataPacker(Declares, ABC):
             where="rl.data.packer",
         )
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Chat messages as text through the chat template. Raises PackerError when there is none."""
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """Chat messages as text through the chat template, which may read `variables` too (`tools`, `enable_thinking`).
+
+        Raises PackerError when there is no template, and when it fails.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise PackerError(
                 f"the tokenizer of {self.name_or_path!r} has no chat template, and the prompt is a list of messages",
@@ -133,7 +153,8 @@ class DataPacker(Declares, ABC):
             )
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt,
+                **{**self.template_variables, **variables},
             )
         except Exception as exc:
             raise PackerError(
@@ -221,10 +242,18 @@ def load_packer(ref: str | Callable[[], DataPacker]) -> DataPacker:
 def engine_input(packer: DataPacker, prompt: Prompt) -> dict[str, Any]:
     """`get_rollout_input` of any packer, behind the special-token guard: `prompt_ids` are ids, their BOS once.
 
+    Tools that the template does not know are described in the system message; the thinking prefix follows the prompt of a chat.
     Raises E13, also for text whose tokens the tokenizer would add to, and PackerError for what else is not ids.
     """
+    if isinstance(prompt, ToolChat) and not packer.knows_tools:
+        from posttrain.data.tool_calls import with_described_tools
+
+        prompt = ChatOrText(with_described_tools(prompt, prompt.tools))
     if isinstance(prompt, ChatOrText) and not packer.chats:
         prompt = prompt.text
+    if is_messages(prompt) and any(message.get("role") == "tool" for message in prompt):
+        said = spoken(packer, prompt)
+        prompt = ToolChat(said, prompt.tools) if isinstance(prompt, ToolChat) else said
     item = dict(packer.get_rollout_input(prompt))
     ids = item.get("prompt_ids")
     if isinstance(ids, str):
@@ -237,7 +266,66 @@ def engine_input(packer: DataPacker, prompt: Prompt) -> dict[str, Any]:
             anchor="howto/custom-datapacker.md#the-methods",
         )
     packer.special_tokens.check(ids)
+    if packer.thinking_prefix and is_messages(prompt):
+        item["prompt_ids"] = [*ids, *packer.encode(packer.thinking_prefix)]
     return item
+
+
+def continued(packer: DataPacker, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    """`extend` of any packer: the prompt of the next turn of a chat, which begins with `ids`.
+
+    Raises PackerError where the template cannot continue, and for an `extend` that changed what was there.
+    """
+    extended = [int(i) for i in packer.extend(ids, spoken(packer, messages))]
+    if extended[: len(ids)] != list(ids):
+        raise PackerError(
+            f"{type(packer).__name__}.extend changed the ids so far", cause="what was sampled is trained as it was sampled",
+            fix="return ids followed by what comes next", anchor="howto/custom-datapacker.md#the-methods",
+        )  # fmt: skip
+    return extended
+
+
+def next_prompt(
+    packer: DataPacker,
+    ids: Sequence[int],
+    added: Sequence[Message],
+    rendered: Callable[[], list[int]],
+    *,
+    verbatim: bool,
+    prefix: str = "",
+) -> tuple[list[int], bool]:
+    """The prompt of the next turn of a chat, and whether it begins with `ids`, which were read and sampled so far.
+
+    It does where the template only appends. Where it rewrites what was said, the prompt is what the template renders from the
+    whole conversation (`rendered`); not so with `verbatim`: the ids are kept, and a template that cannot go on is a PackerError.
+    prefix: what the model's turn begins with, of the prompt.
+    """
+    kept: list[int] | None = None
+    try:
+        kept = [*continued(packer, ids, added), *packer.encode(prefix)]
+    except PackerError:
+        if verbatim:
+            raise
+    if kept is not None and verbatim:
+        return kept, True
+    whole = rendered()
+    return (kept, True) if kept is not None and packer.spell(kept) == packer.spell(whole) else (whole, False)
+
+
+def spoken(packer: DataPacker, messages: Sequence[Message]) -> list[Message]:
+    """The messages as the template takes them: results of tools are the user's words where it knows nothing of tools."""
+    if "tool" in str(getattr(packer.tokenizer, "chat_template", None) or ""):
+        return list(messages)
+    said: list[Message] = []
+    for before, message in zip([None, *messages], messages, strict=False):
+        if message.get("role") != "tool":
+            said.append(message)
+            continue
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if before is not None and before.get("role") == "tool":
+            text = f"{said.pop()['content']}\n{text}"
+        said.append({"role": "user", "content": text})
+    return said
 
 
 def require_packer(packer: DataPacker | None, owner: str) -> DataPacker:

@@ -43,7 +43,7 @@ class DataOptions:
     data: Any = None  # a .jsonl, .json, .parquet, .csv or .tsv file, a folder or glob of them, a hub name, or module:function
     data_config: str | None = None  # the hub dataset's configuration
     data_split: str = "train"  # the source's split that trains
-    test_data: Any = None  # rows of the test split, named like `data`; null: the source's own test split, else a share
+    test_data: Any = None  # rows of the test split, named like `data` (the same: all); null: its own, else a share
     test_size: int | float | None = None  # rows or fraction held out as the test split; null: a twentieth, at most 256 rows
     columns: dict[str, str] = field(default_factory=dict)  # {key of the row: column of the source}; dots reach into columns
     filter: Any = None  # module:function(row) that says whether a row stays
@@ -71,6 +71,8 @@ class DataOptions:
         for name, anywhere in (("data", absolute_data), ("test_data", absolute_data), ("filter", absolute)):
             if isinstance(text := getattr(self, name), str):  # a resume may start in another directory
                 object.__setattr__(self, name, anywhere(text))
+        if isinstance(self.data, str) and self.test_data == self.data:
+            object.__setattr__(self, "test_data", self.data)  # all of it is held out
 
 
 def open_rows(options: DataOptions, split: Split, *, required: Sequence[str] = (), same: Sequence[str] = ()) -> View:
@@ -81,6 +83,10 @@ def open_rows(options: DataOptions, split: Split, *, required: Sequence[str] = (
     """
     rows = _opened(options, tuple(same))[split].requiring(required)
     if split == "train" and len(rows) == 0:
+        if options.test_data is not None and options.test_data is options.data:
+            from posttrain.data.split import all_held_out
+
+            raise all_held_out(len(_opened(options, tuple(same))["test"]))
         raise DataError(
             f"no row of {_title(options.data)} is left to train",
             cause="options.filter let none stay" if options.filter else "the test split took all",
@@ -133,7 +139,10 @@ def _open(options: DataOptions, same: tuple[str, ...]) -> dict[str, View]:
         )
     shape = Shape(options.columns, _filter(options.filter))
     splits = _tables(options.data, options, "options.data")
-    train, test = _named(splits, options), _held_out(splits, options, shape)
+    train = _named(splits, options)
+    if options.test_data is not None and options.test_data is options.data:
+        return _all_held_out(splits, train, shape)
+    test = _held_out(splits, options, shape)
     if isinstance(train, Stream) and options.take is not None:
         return _streamed(train, options.take, test, options, shape, same)
     table = _drained(train, LARGEST_STREAM) if isinstance(train, Stream) else train
@@ -146,6 +155,18 @@ def _open(options: DataOptions, same: tuple[str, ...]) -> dict[str, View]:
     else:
         positions, note = without_copies(rows, test, same)
     return {"train": View(table, shape, positions[: options.take], notes=[note]), "test": test}
+
+
+def _all_held_out(splits: dict[str, Table | Stream], train: Table | Stream, shape: Shape) -> dict[str, View]:
+    """Of `test_data` that is `data`: the source's own test split, else all of its rows; none trains."""
+    from posttrain.data.tables import Stream
+    from posttrain.data.view import View, kept
+
+    table = next((splits[name] for name in TEST_SPLITS if name in splits), train)
+    if isinstance(table, Stream):
+        table = _drained(table, LARGEST_STREAM)
+    positions = kept(table, shape)
+    return {"train": View(table, shape, positions[:0]), "test": View(table, shape, positions)}
 
 
 def _streamed(

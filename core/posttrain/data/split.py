@@ -66,13 +66,18 @@ def without_copies(train: View, test: View, same: Sequence[str]) -> tuple[np.nda
     fresh = [i for i, row in enumerate(train) if content(row, same) not in asked]
     gone = len(train) - len(fresh)
     if not fresh and gone:
-        raise DataError(
-            f"every row that would train is in the test split too ({gone} of them)",
-            fix="name other rows in options.test_data, or leave it out: a share of the rows is held out then",
-            code="not-held-out",
-        )
+        raise all_held_out(gone)
     note = f"{gone} row(s) of the train split are in the test split too: they do not train" if gone else ""
     return train.positions[fresh], note
+
+
+def all_held_out(rows: int) -> DataError:
+    """The error of a source whose rows are all in the test split."""
+    return DataError(
+        f"every row that would train is in the test split too ({rows} of them)",
+        fix="name other rows in options.test_data, or leave it out: a share of the rows is held out then",
+        code="not-held-out",
+    )
 
 
 def _first_copies(view: View, same: Sequence[str]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The points of a run at which hooks are called, with what they are given. `docs/howto/trackers.md` is generated from this file.
 
 Within a batch step the order is: trajectory_scored (as the samples finish), before_publish, after_publish, metrics, step_end,
-then validation_end and checkpoint_saved where they are due. What a hook gets belongs to the run: it may be kept, not changed.
+then validation_end, eval_end and checkpoint_saved where they are due. What a hook gets belongs to the run: it may be kept, not
+changed.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class HookSpecs:
     @hookspec
     def validation_end(self, step: int, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
         """A held-out validation after this batch step is recorded; step 0 is before training."""
+
+    @hookspec
+    def eval_end(self, step: int, label: str, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """An eval of the version of this batch step is recorded; step 0 is before training. `eval/LABEL/failed` is 1, and alone,
+        for one that failed."""
 
     @hookspec
     def checkpoint_saved(self, step: int, path: Path) -> None:

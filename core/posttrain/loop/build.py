@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain import plugins
+from posttrain.config.rules import commit_order
+from posttrain.data.agent_environment import AgentEnvironment
 from posttrain.loop.cluster import Hosting, open_cluster
 from posttrain.loop.ledger import Ledger
 from posttrain.loop.pairs import Pairs
 from posttrain.loop.parts import Parts, PolicyEnd
 from posttrain.loop.prepare import Prepared, prepare
 from posttrain.loop.rollouts import Rollouts
+from posttrain.placement.grid import transport_of
 from posttrain.tracking.run_dir import output_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from posttrain.config.schema import RunConfig
     from posttrain.data.dataset import Draw, Source
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.loop.agents import Agents
     from posttrain.objective.objective import Objective
     from posttrain.policy.policy import Policy
     from posttrain.rollout.engine import Engine, Generates
+    from posttrain.rollout.scoring import Scorer
     from posttrain.tracking.run_dir import RunDir
     from posttrain.tracking.tracker import Tracker
+    from posttrain.weights.publisher import LocalPublisher
     from posttrain.weights.transport import Transport
 
-PROBE_TOKENS = 64
-
-EMBEDDED = ("hf",)
-"""Engines that live in this process: weights reach them by a copy."""
+PROBE_TOKENS, PROBE_ROWS = 64, 1000
+"""Of a prompt that the canary scores at most, and rows that are looked at for four of them."""
 
 
 def build(config: RunConfig, run_dir: RunDir, tracker: Tracker) -> Parts:
@@ -73,6 +79,7 @@ def _assemble(config: RunConfig, run_dir: RunDir, tracker: Tracker, ready: Prepa
         hooks=ready.hooks,
         hosting=hosting,
         keepers=ready.keepers,
+        evals=ready.evals,
     )
 
 
@@ -93,7 +100,6 @@ def sampling_parts(
     hosting: Hosting | None,
 ) -> dict[str, Any]:
     """The parts around the engines: how weights reach them, who scores, who drives them."""
-    from posttrain.rollout.scoring import Scorer
     from posttrain.weights.canary import Canary
     from posttrain.weights.plane import WeightPlane
 
@@ -110,15 +116,48 @@ def sampling_parts(
     else:
         weights = functools.partial(cast("Policy", policy).named_weights, config.rl.master_dtype)
         plane = WeightPlane.local(engine, build_transport(config), config.weights, weights, canary=canary)
+        cast("Policy", policy).before_change = cast("LocalPublisher", plane.publisher).pool.settle
+    environments = ready.environments | {one.key: one.env for one in ready.evals}
+    scorer, rollouts = build_rollouts(config, generator, packer, environments, run_dir.logs)
+    return {"engine": generator, "plane": plane, "scorer": scorer, "rollouts": rollouts}
+
+
+def build_rollouts(
+    config: RunConfig, engine: Generates, packer: DataPacker, environments: Mapping[str, Environment], logs: Path
+) -> tuple[Scorer, Rollouts]:
+    """Who scores the episodes of some environments, not started, and who drives them."""
+    from posttrain.rollout.scoring import Scorer
+
     scorer = Scorer(
-        ready.environments,
+        environments,
         timeout_s=config.rollout.reward_timeout_s,
+        env_timeout_s=config.rollout.env_timeout_s,
         workers=config.rollout.reward_workers,
         strict=config.rollout.strict_rewards,
-        log_path=run_dir.logs / "rewards.log",
+        log_path=logs / "rewards.log",
     )
-    rollouts = Rollouts(generator, packer, ready.environments, scorer, config.rollout.max_model_len, config.seed)
-    return {"engine": generator, "plane": plane, "scorer": scorer, "rollouts": rollouts}
+    rollouts = Rollouts(
+        engine, packer, environments, scorer, config.rollout.max_model_len, config.seed,
+        verbatim=config.rollout.keep_history_verbatim, in_step=commit_order(config) == "logical",
+        agents=_agents(config, engine, packer, environments),
+    )  # fmt: skip
+    return scorer, rollouts
+
+
+def _agents(
+    config: RunConfig, engine: Generates, packer: DataPacker, environments: Mapping[str, Environment]
+) -> Agents | None:
+    """The endpoints for environments that bring an agent, not started; None where there is none."""
+    if not any(isinstance(env, AgentEnvironment) for env in environments.values()):
+        return None
+    from posttrain.loop.agents import Agents
+    from posttrain.rollout.replicas import Replicas
+
+    r = config.rollout
+    return Agents(
+        engine.each() if isinstance(engine, Replicas) else [engine], packer, max_model_len=r.max_model_len, port=r.base_port,
+        verbatim=r.keep_history_verbatim, one_by_one=r.engine == "hf",
+    )  # fmt: skip
 
 
 def probe_prompts(
@@ -130,17 +169,19 @@ def probe_prompts(
     """
     from posttrain.data.packer import engine_input
 
-    prompts = []
+    prompts: list[list[int]] = []
     for source in sources:
         rows = [draw.task for draw in held_out if draw.env == source.env] or source.rows
-        for position in range(min(4, len(rows))):
-            ids = engine_input(packer, environments[source.env].format_prompt(rows[position]))["prompt_ids"]
-            prompts.append(list(ids[:PROBE_TOKENS]))
+        own: list[list[int]] = []
+        for position in range(min(PROBE_ROWS, len(rows))):
+            with contextlib.suppress(Exception):  # a row that cannot be asked about is told when it is drawn
+                ids = engine_input(packer, environments[source.env].format_prompt(rows[position]))["prompt_ids"]
+                own.append(list(ids[:PROBE_TOKENS]))
+            if len(own) == 4:
+                break
+        prompts += own
     return [ids if len(ids) > 1 else ids * 2 for ids in prompts]  # a log-prob needs a token before it
 
 
 def build_transport(config: RunConfig) -> Transport:
-    name = config.weights.transport
-    if name == "auto":
-        name = "inproc" if config.rollout.engine in EMBEDDED else "shm"
-    return plugins.build("transports", name, config.weights.options, where="weights.options")  # type: ignore[no-any-return]
+    return plugins.build("transports", transport_of(config), config.weights.options, where="weights.options")  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Checkpoints: `checkpoints/step_N/`, written aside, fsynced, renamed. A crash at any byte leaves the last good one.
 
 A checkpoint of step N is a consistent cut: the policy (weights, optimizer, schedule, random state), the sampler's position,
-the ledger, the counters of the loop and the states of plug-ins. Folders that are not exactly `step_<number>` are never read
-and never deleted.
+what is generated and not yet trained, the counters of the loop and the states of plug-ins. Folders that are not exactly
+`step_<number>` are never read and never deleted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, RunInterrupted
+from posttrain.loop import pending
+from posttrain.loop.pending import Pending
 from posttrain.plugins.state import SavedState
 from posttrain.tracking.files import FULL, superseded_name, sync
 
@@ -34,6 +36,11 @@ class Checkpoint:
     @property
     def policy(self) -> Path:
         return self.path / "policy"
+
+    @property
+    def pending(self) -> Path:
+        """The groups that were generated and not yet trained."""
+        return self.path / pending.FILE
 
     def loop_state(self) -> dict[str, Any]:
         """What `write` was given. Raises DataError for a damaged file."""
@@ -101,16 +108,25 @@ def locate(path: Path) -> tuple[Path, Checkpoint]:
     return path, found[-1]
 
 
-def write(folder: Path, step: int, save_policy: Callable[[Path], None], loop_state: dict[str, Any]) -> Checkpoint:
-    """Write `folder/step_N`. Raises RunInterrupted when it cannot; older checkpoints stay as they are, nothing half is left."""
+def write(
+    folder: Path, step: int, save_policy: Callable[[Path], None], loop_state: dict[str, Any], ahead: Pending | None = None,
+    *, wanted: Callable[[], bool] = lambda: True,
+) -> Checkpoint:  # fmt: skip
+    """Write `folder/step_N`. Raises RunInterrupted when it cannot; older checkpoints stay as they are, nothing half is left.
+
+    wanted: asked before it becomes a checkpoint; the run may have ended, and another one go on from an older one.
+    """
     target, aside = folder / f"step_{step}", folder / f"tmp_step_{step}"
     try:
         if aside.exists():
             shutil.rmtree(aside)
         (aside / "policy").mkdir(parents=True)
         save_policy(aside / "policy")
+        pending.write(aside / pending.FILE, ahead or pending.Pending())
         (aside / LOOP_FILE).write_text(json.dumps(loop_state), encoding="utf-8")
         sync_tree(aside)
+        if not wanted():
+            raise RunInterrupted(f"the run ended before its checkpoint of step {step} was written", code="checkpoint")
         if target.exists():
             set_aside(target)
         aside.rename(target)
@@ -155,6 +171,12 @@ def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> lis
         checkpoint.path.rename(dying)
         shutil.rmtree(dying)
     return [c.step for c in gone]
+
+
+def forget_torn(folder: Path) -> None:
+    """Delete what a process that was killed had begun to write, or to delete."""
+    for torn in folder.glob("tmp_step_*"):
+        shutil.rmtree(torn, ignore_errors=True)
 
 
 def sync_tree(folder: Path) -> None:

@@ -24,7 +24,7 @@ from posttrain import plugins
 from posttrain.errors import ConfigError
 from posttrain.loop.policy_group import PolicyGroup, RemoteRank
 from posttrain.placement.cluster import Cluster, Seat, Seats, connect, seats
-from posttrain.placement.grid import resolve_grid
+from posttrain.placement.grid import resolve_grid, transport_of
 from posttrain.placement.host import Place, PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet
 from posttrain.placement.shared_root import check, written
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 GONE_S = 5.0
 """How long killed roles may take to be gone."""
-
-TRANSPORT = "nixl"
-"""What `weights.transport=auto` means between actors."""
 
 
 @dataclass(eq=False)
@@ -66,7 +63,7 @@ class Hosting:
             self._add(seat, "posttrain.policy.rank:PolicyRank", {}, ["algorithms"])
         self._ranks = self._begin("policy")
         group = PolicyGroup(self._ranks, self.config.loop.train_timeout_s)
-        group.start(self.config, model, transport=transport(self.config))
+        group.start(self.config, model, transport=transport_of(self.config))
         return group
 
     def publisher(self) -> GroupPublisher:
@@ -81,7 +78,7 @@ class Hosting:
             logs = Path(self._common["logs"]) / seat.name
             kwargs = {
                 "name": seat.name, "number": seat.index, "engine": config.rollout.engine, "options": config.rollout.options,
-                "spec": replace(spec, log_dir=logs), "transport": transport(config),
+                "spec": replace(spec, log_dir=logs), "transport": transport_of(config),
                 "transport_options": config.weights.options, "compare_bytes": config.weights.verify_weight_values,
             }  # fmt: skip
             self._add(seat, "posttrain.rollout.body:RolloutBody", kwargs, ["engines"])
@@ -129,7 +126,7 @@ class Hosting:
     def _check_places(self, roles: Sequence[Remote]) -> None:
         """Raise SharedRootError where a node does not see the run's folder, and what `check_machines` raises."""
         check(self._common["nonce"], [role.place.sighting for role in roles if role.place and role.place.sighting])
-        check_machines(transport(self.config), [role.place for role in self.fleet.roles.values() if role.place])
+        check_machines(transport_of(self.config), [role.place for role in self.fleet.roles.values() if role.place])
 
 
 def check_machines(transport: str, places: Sequence[Place]) -> None:
@@ -162,15 +159,10 @@ def open_cluster(config: RunConfig, run_dir: RunDir, say: Callable[[str], None])
         return Hosting(config, cluster, plan, Fleet(cluster, config.grid.heartbeat_timeout_s), stack.pop_all(), common, say)
 
 
-def transport(config: RunConfig) -> str:
-    """The transport's name, `auto` resolved."""
-    return TRANSPORT if config.weights.transport == "auto" else config.weights.transport
-
-
 def plugin_refs(config: RunConfig) -> list[PluginRef]:
     """The plug-ins that roles load, as they are installed here. The data's and the environments' stay on the driver."""
     wanted = [
-        ("algorithms", config.rl.objective.name), ("engines", config.rollout.engine), ("transports", transport(config)),
+        ("algorithms", config.rl.objective.name), ("engines", config.rollout.engine), ("transports", transport_of(config)),
     ]  # fmt: skip
     if config.rl.data.packer and not config.rl.data.packer.startswith(PREFIX):  # an object of this process needs no node
         wanted.append(("datapackers", config.rl.data.packer))

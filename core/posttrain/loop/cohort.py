@@ -1,11 +1,14 @@
-"""What travels between the four loops: draws, cohorts and batches. Plain values, no behaviour beyond counting.
+"""What travels between the loops: rounds of scored groups, and batches. Plain values, no behaviour beyond counting.
 
-The draws of batch step `k` are the cohort `k`. Its groups become a batch; the optimizer steps of that batch turn version
-`k-1` of the weights into version `k`.
+The prompts of batch step `k`, with those that dynamic sampling adds, are the cohort `k`; the optimizer steps of its batch turn
+version `k-1` of the weights into version `k`. Under `loop.commit_order=logical` a cohort is generated round by round, under
+`arrival` each group is a round of its own, of whichever batch it arrives for.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,29 +20,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Cohort:
-    """The draws of one batch step and, once generated and scored, their groups in draw order.
+class Round:
+    """Draws and their scored groups, in draw order.
 
-    seconds      of generation and scoring      generate_s   of generation alone
+    step         the batch step that it was generated for (`logical`); 0: whichever it arrives for
+    began        when its generation began, seconds of the event loop's clock
+    generate_s   until the engine's last completion          seconds   until the last reward
+    more         how many further prompts the batch wants; set by the batches loop (`logical`)
     """
 
     step: int
-    draws: list[Draw]
-    groups: list[Group] = field(default_factory=list)
-    seconds: float = 0.0
+    draws: Sequence[Draw]
+    groups: Sequence[Group]
+    began: float = 0.0
     generate_s: float = 0.0
+    seconds: float = 0.0
+    more: asyncio.Future[int] | None = None
+
+    @property
+    def ended(self) -> float:
+        """When its last reward was there; 0 for one that a checkpoint brought along."""
+        return self.began + self.seconds
+
+
+@dataclass(slots=True)
+class Cohort:
+    """The groups that a batch is made of, with their draws, in draw order."""
+
+    step: int
+    draws: Sequence[Draw]
+    groups: Sequence[Group]
 
 
 @dataclass(slots=True)
 class Batch:
-    """A cohort made ready to train: `rows` are what trains, `metrics` what was counted on the way.
+    """Groups made ready to train: `rows` are what trains, `metrics` what was counted on the way.
 
-    advantages   by sample id, for every trajectory of the cohort (0.0 for those that do not train)
+    advantages   by sample id, for every trajectory of the batch (0.0 for those that do not train)
     """
 
     step: int
     rows: list[Row]
-    groups: list[Group]
+    groups: Sequence[Group]
     advantages: dict[str, float]
     metrics: dict[str, float]
     seconds: dict[str, float] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from posttrain.data.dataset import Draw, place_of, read_row, row_id
 from posttrain.data.environment import as_messages
 from posttrain.errors import ConfigError
 from posttrain.loop.prepare import Prepared, prepare
-from posttrain.loop.rollouts import ask, prompt_input
+from posttrain.loop.rollouts import ask, opening_of
 from posttrain.tracking.run_dir import output_root, unwritable
 from posttrain.tracking.text import near, number, printable
 
@@ -89,6 +89,8 @@ def _data(config: RunConfig, ready: Prepared) -> Iterator[str]:
         else:
             yield from _shown("the first prompt, not tokenised", _as_text(ask(ready.environments[source.env], _draw(source, 0))))
 
+    for one in ready.evals:
+        yield f"eval {one.label}: {len(one.draws)} prompts ({one.entry.split}) x {one.entry.samples}, none of which trains"
 
 def _rows(source: Source) -> str:
     try:
@@ -104,12 +106,12 @@ def _prompts(config: RunConfig, ready: Prepared, source: Source) -> Iterator[str
     lengths: list[int] = []
     first: list[int] = []
     for position in range(min(PROMPTS, len(source.rows))):
-        ids = prompt_input(env, packer, _draw(source, position), limit)["prompt_ids"]
+        ids = opening_of(env, packer, _draw(source, position), limit).item["prompt_ids"]
         lengths.append(len(ids))
         first = first or list(ids)
     for draw in ready.held_out:
         if draw.env == source.env:
-            lengths.append(len(prompt_input(env, packer, draw, limit)["prompt_ids"]))
+            lengths.append(len(opening_of(env, packer, draw, limit).item["prompt_ids"]))
     yield from _shown(f"the first prompt, {len(first)} tokens", packer.decode(first))
     yield f"{len(lengths)} prompts looked at have {min(lengths)} to {max(lengths)} tokens"
     room = limit - max(lengths)

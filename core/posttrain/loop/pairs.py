@@ -11,7 +11,7 @@ import asyncio
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.dataset import Draw, read_row, row_id
 from posttrain.data.environment import as_messages
@@ -38,7 +38,6 @@ class Pairs:
     packer: DataPacker
     environments: Mapping[str, PreferenceEnvironment]
     max_model_len: int
-    generate_s: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         require_packer(self.packer, type(self).__name__)
@@ -46,6 +45,12 @@ class Pairs:
     async def run(self, draws: Sequence[Draw], **_: Any) -> list[Group]:
         """Two trajectories of each draw, in draw order, the chosen one first. Takes what `Rollouts.run` takes."""
         return await asyncio.to_thread(lambda: [self.group(draw) for draw in draws])
+
+    def prepare(self, draw: Draw) -> None:
+        """Nothing is made ahead: a row that is no pair ends the run when it is used."""
+
+    async def abort(self, draw: Draw) -> None:
+        """Nothing is generated."""
 
     def group(self, draw: Draw) -> Group:
         """The group of one draw. Raises DataError for a row that is no pair, PackerError for a packer not made for pairs."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from posttrain.errors import DataError
 from posttrain.hooks import RunHooks
-from posttrain.loop import checkpoint, states
+from posttrain.loop import checkpoint, pending, states
 from posttrain.loop.controller import LoopState
 from posttrain.loop.ledger import Ledger
 from posttrain.loop.pairs import Pairs
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from posttrain.data.dataset import PromptSampler
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.evals.build import Eval
+    from posttrain.loop.agents import Agents
     from posttrain.loop.cluster import Hosting
+    from posttrain.loop.pending import Pending
     from posttrain.objective.objective import Objective
     from posttrain.plugins.state import Keeper, SavedState
     from posttrain.policy.rows import Row
@@ -44,7 +47,7 @@ class PolicyEnd(Protocol):
     def evaluate(self, rows: list[Row]) -> dict[str, float]: ...
     def logprobs(self, rows: list[Row]) -> list[list[float]]: ...
     def score(self, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]: ...
-    def save(self, folder: str | Path) -> None: ...
+    def snapshot(self) -> Callable[[Path], None]: ...
     def load(self, folder: str | Path) -> None: ...
 
 
@@ -72,12 +75,18 @@ class Parts:
     hooks: RunHooks = field(default_factory=RunHooks)
     keepers: list[Keeper] = field(default_factory=list)
     hosting: Hosting | None = None
+    evals: list[Eval] = field(default_factory=list)
 
     async def start(self) -> None:
-        """Start the engine and the workers that score."""
-        for part in (self.engine, self.scorer):
+        """Start what listens for agents, the engine, and the workers that score."""
+        for part in (self.agents, self.engine, self.scorer):
             if part is not None:
                 await part.start()
+
+    @property
+    def agents(self) -> Agents | None:
+        """Who plays the episodes of agents, where an environment brings one."""
+        return getattr(self.rollouts, "agents", None)
 
     async def watch(self) -> None:
         """Raises when a role in another process is dead or stuck; returns never."""
@@ -85,23 +94,27 @@ class Parts:
             await self.hosting.fleet.watch()
         await asyncio.Event().wait()
 
-    async def states(self) -> list[SavedState]:
-        """The states of all plug-ins, taken between two batch steps. Raises PluginError naming who cannot give its own."""
-        return states.save(self.keepers, states.hook_keepers(self.hooks), await self.hooks.state_dict())
+    @property
+    def stateful_environments(self) -> list[str]:
+        """Names of the environments whose prompts depend on a state: their own, or the packer's."""
+        if any(keeper.kind == "datapackers" for keeper in self.keepers):
+            return list(self.environments)
+        return [keeper.name for keeper in self.keepers if keeper.kind == "envs"]
 
-    def save(self, state: LoopState, plugins: Sequence[SavedState] = ()) -> checkpoint.Checkpoint:
-        """Write the checkpoint of `state.step`. plugins: as `states` gave them."""
-        loop_state = {
-            "state": asdict(state),
-            "sampler": self.sampler.state_dict(),
-            "ledger": self.ledger.state_dict(),
-            "fingerprints": self.fingerprints,
-            "plugins": [asdict(one) for one in plugins],
-        }
-        return checkpoint.write(self.run_dir.checkpoints, state.step, self.policy.save, loop_state)
+    def algorithm_states(self) -> list[SavedState]:
+        """The state of the algorithm. Raises PluginError when it cannot give one."""
+        return [keeper.save() for keeper in self.keepers if keeper.kind == "algorithms"]
 
-    def load(self, found: checkpoint.Checkpoint) -> LoopState:
-        """Bring every part to the checkpoint, and say what has changed of plug-ins.
+    def generating_states(self) -> list[SavedState]:
+        """The states of what generates and scores: environments and the packer. Raises PluginError naming who cannot."""
+        return [keeper.save() for keeper in self.keepers if keeper.kind != "algorithms"]
+
+    async def hook_states(self) -> list[SavedState]:
+        """The states of the hooks."""
+        return states.save([], states.hook_keepers(self.hooks), await self.hooks.state_dict())
+
+    def load(self, found: checkpoint.Checkpoint) -> tuple[LoopState, Pending]:
+        """Bring every part to the checkpoint, and say what has changed of plug-ins. Returns the counters and what was pending.
 
         Raises DataError when the dataset is not the one it was made with, PluginError for states that do not fit.
         """
@@ -120,14 +133,19 @@ class Parts:
             self.tracker.note(note)
         self.policy.load(found.policy)
         self.sampler.load_state_dict(saved["sampler"])
-        self.ledger.load_state_dict(saved["ledger"])
         self.hooks.load_state_dict(of_hooks)
-        return LoopState(**saved["state"])
+        ahead = pending.read(found.pending, self.sampler)
+        ahead.bad_rows = tuple(saved["sampler"].get("bad_rows", ()))
+        ahead.cells = tuple(saved.get("cells", ()))
+        again = {draw.index for draw in ahead.again}
+        for draw in ahead.draws:
+            self.ledger.drawn(draw, "drawn" if draw.index in again else "finished")
+        return LoopState(**{name: value for name, value in saved["state"].items() if name in LoopState.__slots__}), ahead
 
     async def close(self) -> None:
         """Close every part, also when one of them fails or hangs; what failed is said, and never hides why the run ended."""
         timeout = self.config.loop.shutdown_timeout_s
-        for name, part in (("engine", self.engine), ("rewards", self.scorer)):
+        for name, part in (("agents", self.agents), ("engine", self.engine), ("rewards", self.scorer)):
             try:
                 if part is not None:
                     await asyncio.wait_for(part.close(), timeout)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.rules import batch_plan
 from posttrain.config.schema import NO_ENGINE
-from posttrain.placement.grid import Grid, resolve_grid
+from posttrain.placement.grid import Grid, resolve_grid, transport_of
 from posttrain.placement.layout import actor_groups, device_groups
 from posttrain.placement.memory import ModelShape, Term, policy_memory, rollout_memory, shape_of
 from posttrain.tracking.run_dir import output_root
@@ -161,7 +161,7 @@ def transfer(config: RunConfig, plan: BucketPlan, shape: ModelShape, link: float
     starts = [place_of(lane, grid.dp_world) for lane in range(lanes)]
     concurrent = min(config.weights.max_concurrent_lanes or lanes, lanes)
     return Transfer(
-        transport=_transport(config),
+        transport=transport_of(config),
         parameters=len(plan.parameters),
         buckets=len(plan.buckets),
         bucket_bytes=plan.bucket_bytes,
@@ -188,12 +188,3 @@ def rank_bytes(plan: BucketPlan, ranks: int) -> list[int]:
 
 def _largest_slot(plan: BucketPlan) -> int:
     return max(plan.slot_bytes(rank) for rank in {bucket.rank for bucket in plan.buckets})
-
-
-def _transport(config: RunConfig) -> str:
-    from posttrain.loop.build import EMBEDDED
-    from posttrain.loop.cluster import transport as between_actors
-
-    if config.weights.transport != "auto" or config.grid.backend == "ray":
-        return between_actors(config)
-    return "inproc" if config.rollout.engine in EMBEDDED else "shm"

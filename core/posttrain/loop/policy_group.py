@@ -1,22 +1,25 @@
 """The ranks of a sharded policy in other processes, as one policy: the same methods as `Policy`, called on all ranks together.
 
 Every method is collective: one call goes to all ranks with the same arguments, and the first rank's result is everybody's. A rank
-that fails takes the others with it, because they wait for it in a collective.
+that fails takes the others with it, because they wait for it in a collective; but a snapshot that cannot be written, which
+every rank is told, does not: what trains meanwhile is not to blame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.placement.remote import Remote, each, free_port, together
+from posttrain.policy.snapshot import Snapshots
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
     from posttrain.policy.rows import Row
     from posttrain.policy.step import StepResult
-    from posttrain.weights.publication import Publication
+    from posttrain.weights.publication import Digested, Publication
 
 GRACE_S = 10.0
 
@@ -31,6 +34,7 @@ class PolicyGroup:
         self._ranks, self._timeout = list(ranks), timeout
         self.notes: list[str] = []
         self.vocab_size = 0
+        self._snapshots = Snapshots()
 
     def start(self, config: RunConfig, model: str, *, transport: str) -> None:
         """Bring the process group up and build the policy on every rank. Raises what a rank raised."""
@@ -54,7 +58,15 @@ class PolicyGroup:
         return self._all("score", sequences, dtype)  # type: ignore[no-any-return]
 
     def save(self, folder: str | Path) -> None:
-        self._all("save", str(folder))
+        self.snapshot()(Path(folder))
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """As `Policy.snapshot`: the copy is in the ranks, and what is returned writes it on all of them, in any thread."""
+        return self._snapshots.take(self._copied)
+
+    def _copied(self) -> Callable[[Path], object]:
+        number = self._all("snapshot")
+        return lambda folder: together(self._ranks, "write", number, str(folder), timeout=self._timeout, kill=False)
 
     def load(self, folder: str | Path) -> None:
         self._all("load", str(folder))
@@ -64,14 +76,29 @@ class PolicyGroup:
 
 
 class RemoteRank:
-    """One rank as the publisher of its part (`weights.publisher.RankEnd`). timeout: seconds of one call."""
+    """One rank as the publisher of its part (`weights.publisher.RankEnd`). timeout: seconds of one publication."""
 
     def __init__(self, remote: Remote, timeout: float) -> None:
         self._remote, self._timeout, self.name = remote, timeout, remote.name
         self.at: int | None = None
 
     async def publish(self, version: int) -> Publication:
-        return await self._remote.call("publish", version, timeout=self._timeout)  # type: ignore[no-any-return]
+        self.at, part = None, None
+        try:
+            async with asyncio.timeout(self._timeout):
+                async for said in self._remote.stream("publish", version):
+                    if isinstance(said, int):
+                        self.at = said
+                    else:
+                        part = said
+        except TimeoutError as exc:
+            raise await self._remote.late("publish", self._timeout) from exc
+        assert part is not None
+        return part
+
+    async def digests(self, version: int) -> Digested:
+        found: Digested = await self._remote.call("digests", version, timeout=self._timeout)
+        return found
 
     async def retract(self, version: int) -> None:
         await self._remote.call("retract", version, timeout=GRACE_S)

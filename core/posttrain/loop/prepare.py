@@ -6,17 +6,20 @@ and what the engine would refuse to start with. Nothing is started and no weight
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain import plugins
+from posttrain.config.entries import label_of
 from posttrain.config.fit import refuse_misfits
 from posttrain.config.schema import NO_ENGINE
+from posttrain.evals.build import build_evals
+from posttrain.evals.heldout import refuse_eval_rows
 from posttrain.loop.model_folder import made_folder, model_folder
 from posttrain.loop.pairs import check_pairs
 from posttrain.loop.states import training_keepers
 from posttrain.loop.validation import held_out_draws, refuse_held_out
-from posttrain.plugins.functions import without_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from posttrain.data.dataset import Draw, PromptSampler, Source
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.evals.build import Eval
     from posttrain.hooks import RunHooks
     from posttrain.objective.objective import Objective
     from posttrain.plugins.state import Keeper
@@ -39,6 +43,7 @@ class Prepared:
     model, packer   None when `model.factory` has not made the model yet and was not to
     engine          not started; None without a model, and where completions come with the data
     keepers         what training depends on and keeps a state
+    evals           with their rows, none of which trains
     """
 
     objective: Objective
@@ -50,6 +55,7 @@ class Prepared:
     engine: Engine | None
     hooks: RunHooks
     keepers: list[Keeper]
+    evals: list[Eval] = field(default_factory=list)
 
 
 def prepare(
@@ -74,7 +80,10 @@ def prepare(
     sampler = build_sampler(config, environments)
     offline = config.rollout.engine == NO_ENGINE
     held_out = held_out_draws(sampler.sources, environments, config.validation.prompts)
-    sampler.watch(None if offline else refuse_held_out(held_out, environments))
+    evals = build_evals(config, environments, sampler.sources)
+    bad_rows = config.rl.data.max_bad_rows > 0
+    refuse = refuse_eval_rows(evals, config, environments, refuse_held_out(held_out, environments, bad_rows=bad_rows))
+    sampler.watch(None if offline else refuse)
     for source in sampler.sources:
         for note in getattr(source.rows, "notes", ()):
             say(f"{source.env}: {note}")
@@ -90,7 +99,7 @@ def prepare(
     keepers = training_keepers(config, objective, environments, packer)
     for keeper in keepers:
         keeper.save()  # a state that no checkpoint can hold is told now, not after the first hours
-    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks, keepers)
+    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks, keepers, evals)
 
 
 def build_run_objective(config: RunConfig) -> Objective:
@@ -117,19 +126,23 @@ def build_run_objective(config: RunConfig) -> Objective:
 
 
 def build_environments(config: RunConfig) -> dict[str, Environment]:
-    """The environments by name; a second of the same name is called `name#2`."""
-    out: dict[str, Environment] = {}
-    for position, entry in enumerate(config.environments):
-        called = name = without_folders(entry.name)
-        number = 2
-        while name in out:
-            name, number = f"{called}#{number}", number + 1
-        out[name] = plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
-    return out
+    """The environments by label, in the order of the config."""
+    return {
+        label_of(entry): plugins.build("envs", entry.name, entry.options, where=f"environments[{position}]")
+        for position, entry in enumerate(config.environments)
+    }
 
 
 def build_packer(config: RunConfig, path: str) -> DataPacker:
-    """The packer that `rl.data.packer` names, else the one of the model's type; set up for the model."""
+    """The packer that `rl.data.packer` names, else the one of the model's type; set up for the model and for `rollout`."""
+    packer = _chosen_packer(config, path)
+    thinking = config.rollout.enable_thinking
+    packer.template_variables = {} if thinking is None else {"enable_thinking": thinking}
+    packer.thinking_prefix = config.rollout.thinking_prefix
+    return packer
+
+
+def _chosen_packer(config: RunConfig, path: str) -> DataPacker:
     from posttrain.data.packer import PAIR_PACKER, TEXT_PACKER, init_data_packer, load_packer
 
     template, remote = config.model.chat_template, config.model.trust_remote_code
@@ -145,7 +158,10 @@ def asked_as_text(packer: DataPacker | None, environments: Mapping[str, Environm
 
     if packer is None or packer.chats:
         return []
-    prompts = {source.env: environments[source.env].format_prompt(source.rows[0]) for source in sources}
+    prompts: dict[str, Any] = {}
+    for source in sources:
+        with contextlib.suppress(Exception):  # a row that cannot be asked about is told when it is drawn
+            prompts[source.env] = environments[source.env].format_prompt(source.rows[0])
     return [
         f"{env}: prompts are plain text, as the model has no chat template (style=text says so; model.chat_template gives it one)"
         for env, prompt in prompts.items() if isinstance(prompt, ChatOrText)
@@ -165,6 +181,7 @@ def build_engine(config: RunConfig, path: str, packer: DataPacker, logs: Path) -
         max_num_seqs=r.max_num_seqs,
         eos_token_ids=(eos_token_ids if r.ignore_eos else stop_token_ids)(path, packer.tokenizer),
         trust_remote_code=config.model.trust_remote_code,
+        stop_strings=bool(r.stop),
         seed=config.seed,
         tensor_parallel_size=r.tensor_parallel_size,
         gpu_memory_utilization=r.gpu_memory_utilization,

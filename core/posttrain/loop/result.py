@@ -35,6 +35,12 @@ class RunResult:
 
         return read_validation(self.run)
 
+    def evals(self) -> list[dict[str, Any]]:
+        """One entry per eval and step, as in evals/summary.json: label, step, accuracy, reward, … with their intervals."""
+        from posttrain.evals.result import FOLDER, Results
+
+        return [one.summary() for one in Results(self.run / FOLDER).read()]
+
     def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
         """The completions of a batch step (default: the last): `prompt`, `completion`, `reward`, `reward_parts`, …"""
         from posttrain.tracking.rollouts import read_rollouts

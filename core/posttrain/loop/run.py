@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.loop import checkpoint
+from posttrain.evals.result import FOLDER, Results
+from posttrain.loop import checkpoint, pending
+from posttrain.loop.collector import few_collections
 from posttrain.loop.controller import Controller, LoopState
+from posttrain.loop.hang import attended
 from posttrain.loop.result import RunResult as RunResult
 from posttrain.loop.resume import changed_keys, check_changes
 from posttrain.loop.waits import guarded
@@ -26,6 +29,7 @@ from posttrain.weights.deadline import in_thread
 if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig
     from posttrain.loop.parts import Parts
+    from posttrain.loop.pending import Pending
 
 
 def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
@@ -34,6 +38,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
     Raises PosttrainError; the run directory, its metrics and its last checkpoint are then as they were at the last step.
     """
     from posttrain.loop.build import build
+    from posttrain.policy.load import quiet_libraries
 
     config = loaded.config
     threads = set_threads(config.grid.threads)
@@ -51,7 +56,7 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
         directory = RunDir.create(run_dir, config.name)
     with directory:
         if found is not None:
-            _cut(directory, found.step)
+            _cut(directory, found, config.rl.steps)
         directory.write_config(loaded.tree, loaded.overrides, loaded.origins)
         directory.write_provenance(tags=config.tracking.tags, threads=threads, changed=changed)
         with Tracker(directory, config.tracking, config.rl.steps) as tracker:
@@ -63,7 +68,9 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
                 with memory_explained(config):
                     parts = build(config, directory, tracker)
                     directory.write_fingerprints(parts.fingerprints)
-                    done = run_to_end(_run(parts, found, loaded.tree))
+                    tracker.declare({name: env.metrics for name, env in parts.environments.items()})
+                    with few_collections(config.rl.batch_per_replica * (1 + config.rollout.max_async_rollout)):
+                        done = run_to_end(_run(parts, found, loaded.tree))
             outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
             return RunResult(directory.path, done, tracker.finish(outcome))
 
@@ -71,19 +78,20 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
 async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[str, Any]) -> int:
     """Start, drive, close. tree: the config without secrets. Returns the number of batch steps done."""
     try:
-        state = LoopState() if found is None else await guarded(_load(parts, found), parts.watch())
+        state, ahead = (LoopState(), None) if found is None else await guarded(_load(parts, found), parts.watch())
         if found is not None:
             parts.tracker.note(f"resumed from {near(found.path)} after step {found.step}")
         path, step, steps = parts.run_dir.path, state.step, parts.config.rl.steps
         async with parts.hooks.running(parts.tracker, path=path, config=tree, step=step, steps=steps):
             await guarded(parts.start(), parts.watch())
-            ended = await guarded(Controller(parts, state).run(), parts.watch())
+            controller = Controller(parts, state, ahead)
+            ended = await attended(controller.run(), controller.waits, parts)
         return ended.step - step
     finally:
         await parts.close()
 
 
-async def _load(parts: Parts, found: checkpoint.Checkpoint) -> LoopState:
+async def _load(parts: Parts, found: checkpoint.Checkpoint) -> tuple[LoopState, Pending]:
     """In a thread where the policy is in other processes, whose death is then noticed meanwhile."""
     return parts.load(found) if parts.hosting is None else await in_thread(lambda: parts.load(found))
 
@@ -97,19 +105,23 @@ def set_threads(threads: int) -> int:
     return count
 
 
-def quiet_libraries() -> None:
-    """Progress bars of the libraries would tear the display; what matters of them is in the run's own lines."""
-    from transformers.utils import logging
+def _cut(directory: RunDir, found: checkpoint.Checkpoint, steps: int) -> None:
+    """Put aside everything that was recorded past the checkpoint that the run goes on from.
 
-    logging.disable_progress_bar()
+    Its own validation came after the cut, and may have moved the state of an environment: it is done again.
+    """
+    checkpoint.forget_torn(directory.checkpoints)
+    cut_after(directory, found.step, validated=found.step - 1 if found.step < steps else None)
+    cut_ledger(directory.path, found)
+    Results(directory.path / FOLDER).cut_after(found.step)
+    for later in checkpoint.find(directory.checkpoints):
+        if later.step > found.step:
+            checkpoint.set_aside(later.path)
 
 
-def _cut(directory: RunDir, step: int) -> None:
-    """Put aside everything that was recorded past the checkpoint that the run goes on from."""
+def cut_ledger(run: Path, found: checkpoint.Checkpoint) -> None:
+    """Put aside the lines of draws that will end again."""
     from posttrain.loop.ledger import Ledger
 
-    cut_after(directory, step)
-    Ledger(directory.path / "ledger.jsonl").cut_after(step)
-    for later in checkpoint.find(directory.checkpoints):
-        if later.step > step:
-            checkpoint.set_aside(later.path)
+    drawn, ahead = found.loop_state()["sampler"]["index"], pending.indices(found.pending)
+    Ledger(run / "ledger.jsonl").cut_after(found.step, drawn, ahead)

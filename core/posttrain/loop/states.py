@@ -4,7 +4,8 @@ What training depends on (algorithm, environments, DataPacker) must find its own
 that is refused. Hooks only watch, so what does not fit there is said and the run goes on. Another version, or a changed source,
 is only said everywhere: corrections must be possible.
 
-States are taken between two batch steps, when no episode is open and no batch is being made, with everything else of the cut.
+`checkpointer` takes them where no work of their plug-in is under way: an algorithm's between two batches, those of an environment
+and a packer between two cohorts; under `loop.commit_order=arrival` episodes are open whenever they are taken.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from posttrain.types import Sampling
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
-    from posttrain.data.environment import RowDataset
+    from posttrain.data.environment import Environment, RowDataset
     from posttrain.loop.rollouts import Rollouts
     from posttrain.types import Group
 
@@ -41,19 +41,29 @@ def held_out_draws(sources: Sequence[Source], environments: Mapping[str, Any], p
     return draws
 
 
-def refuse_held_out(draws: Sequence[Draw], environments: Mapping[str, Any]) -> Callable[[Source, int, Any], None]:
+def refuse_held_out(
+    draws: Sequence[Draw], environments: Mapping[str, Any], *, bad_rows: bool = False
+) -> Callable[[Source, int, Any], None]:
     """What `PromptSampler.watch` takes: raises DataError for a row of a source that asks the same as a held-out draw.
 
-    Also for a row that its environment cannot ask about.
+    The draw may be of another environment of the run: what one of them holds out, no other trains on. Also for a row that its
+    environment cannot ask about, unless there may be `bad_rows`: those are counted as they are drawn.
     """
-    asked = {(draw.env, repr(ask(environments[draw.env], draw))): draw for draw in draws}
+    asked = {task_key(environments[draw.env], draw): draw for draw in draws}
 
     def refuse(source: Source, position: int, row: Any) -> None:
         draw = Draw(position, 0, source.env, row_id(row, position), row, place_of(source.rows, position))
-        held = asked.get((draw.env, repr(ask(environments[draw.env], draw))))
+        try:
+            key = task_key(environments[draw.env], draw)
+        except DataError:
+            if bad_rows:
+                return
+            raise
+        held = asked.get(key)
         if held is not None:
             raise DataError(
-                f"{draw.where} trains and asks what validation asks, the held-out {held.where}",
+                f"{draw.where} trains and asks what validation asks, the held-out {held.where}"
+                + (f" of {held.env}" if held.env != draw.env else ""),
                 cause="a score on prompts that train says nothing of others",
                 fix="leave one of the two out (options.filter, another options.test_data), or set validation.prompts=0",
                 where="rl.data.factory" if source.test is not None else "",
@@ -63,9 +73,18 @@ def refuse_held_out(draws: Sequence[Draw], environments: Mapping[str, Any]) -> C
     return refuse
 
 
+def task_key(env: Environment, draw: Draw) -> str:
+    """What the row of a draw has in common with no row but the same task. Raises DataError for one that cannot be asked about."""
+    from posttrain.data.environment import Environment
+
+    prompt = ask(env, draw)
+    return repr(prompt if type(env).task_key is Environment.task_key else env.task_key(draw.task))
+
+
 def sampling(config: RunConfig) -> Sampling:
     v = config.validation
-    return Sampling(v.max_tokens or config.rollout.max_tokens, v.temperature, v.top_p, v.top_k, v.min_p)
+    r = config.rollout
+    return Sampling(v.max_tokens or r.max_tokens, v.temperature, v.top_p, v.top_k, v.min_p, stop=r.stop)
 
 
 async def validate(rollouts: Rollouts, draws: Sequence[Draw], config: RunConfig) -> tuple[dict[str, float], list[Group]]:
@@ -82,7 +101,10 @@ async def validate(rollouts: Rollouts, draws: Sequence[Draw], config: RunConfig)
     if rewards:
         metrics["validation/reward/mean"] = statistics.fmean(rewards)
     for env in sorted({t.env for t in rows}):
-        scores = [float(t.reward) for t in rows if t.env == env and t.scorable and t.reward is not None]
+        of_env = [t for t in rows if t.env == env]
+        scores = [float(t.reward) for t in of_env if t.scorable and t.reward is not None]
+        metrics[f"validation/{env}/unscorable_count"] = float(len(of_env) - len(scores))
+        metrics[f"validation/{env}/length/mean"] = statistics.fmean(len(t.token_ids) for t in of_env)
         if scores:
             metrics[f"validation/{env}/reward/mean"] = statistics.fmean(scores)
     return metrics, groups

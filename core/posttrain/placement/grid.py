@@ -14,7 +14,10 @@ from posttrain.config.walker import Problem
 from posttrain.errors import error
 
 if TYPE_CHECKING:
-    from posttrain.config.schema import GridConfig
+    from posttrain.config.schema import GridConfig, RunConfig
+
+EMBEDDED = ("hf",)
+"""Engines that live in the driver's process: weights reach them by a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,15 @@ class Grid:
     @property
     def dp_world(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+
+def transport_of(config: RunConfig) -> str:
+    """The transport of the weights by name; `auto` is decided by where the roles live."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    if config.grid.backend == "ray":
+        return "nixl"
+    return "inproc" if config.rollout.engine in EMBEDDED else "shm"
 
 
 def resolve_grid(config: GridConfig) -> Grid:

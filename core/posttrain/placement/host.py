@@ -21,19 +21,27 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import PluginError, PosttrainError, RunAborted
 from posttrain.placement.shared_root import Nonce, Sighting
+from posttrain.placement.stacks import Stack
+from posttrain.placement.stacks import tasks as all_tasks
+from posttrain.placement.stacks import threads as all_threads
 from posttrain.weights.memory import release_own
 from posttrain.weights.owner import ProcessId, end_with
+
+STACKS_S = 3.0
+"""How long the processes of a role may take to say where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +104,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat: calls under way, `(method, seconds)`, the longest first; and, when asked, the stacks of all threads."""
+    """A heartbeat: calls under way, `(method, seconds)`, the longest first. When asked, also the stacks of all threads and
+    tasks, and what the processes that the role has started say of themselves."""
 
     busy: tuple[tuple[str, float], ...]
-    stacks: tuple[str, ...] = ()
+    threads: tuple[Stack, ...] = ()
+    tasks: tuple[Stack, ...] = ()
+    processes: Mapping[str, str] = field(default_factory=dict)
+
+    def short(self, role: str) -> str:
+        """In one line, for an error: the thread in which the methods of the role run, else all."""
+        own = [thread for thread in self.threads if thread.name.startswith(f"thread {role}_")]
+        return "; ".join(thread.line() for thread in own or self.threads)
+
+    def full(self) -> str:
+        """Everything, for a report."""
+        busy = ", ".join(f"{method} for {seconds:.1f} s" for method, seconds in self.busy) or "nothing"
+        processes = (f"== {name}\n\n{text}" for name, text in self.processes.items())
+        return "\n\n".join([f"in {busy}", *map(str, [*self.tasks, *self.threads]), *processes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +169,10 @@ class Host:
         """Answer at once, whatever the role does."""
         now = time.monotonic()
         busy = sorted(((name, now - since) for name, since in self._calls.values()), key=lambda item: -item[1])
-        return Beat(tuple(busy), tuple(_stacks()) if stacks else ())
+        if not stacks:
+            return Beat(tuple(busy))
+        threads, tasks = tuple(all_threads()), tuple(all_tasks())
+        return Beat(tuple(busy), threads, tasks, await _processes(self._role))
 
     async def _answer(self, method: str, work: Callable[..., Any], *args: Any) -> Outcome:
         with _Busy(self, method):
@@ -161,6 +186,7 @@ class Host:
     def _begin(self) -> Place:
         spec = self.spec
         log = _redirect(Path(spec.logs) / f"{spec.name}.log")
+        _outlive_the_group()
         if boot_id() == spec.driver_boot:
             end_with(spec.driver, last=functools.partial(_leave, spec.session))
         sys.path.extend(path for path in spec.paths if path not in sys.path)
@@ -272,6 +298,23 @@ def _redirect(path: Path) -> str:
     return str(path)
 
 
+def _outlive_the_group() -> None:
+    """Start Python's resource tracker, which unlinks the shared memory of processes that died, in a session of its own.
+
+    When a worker dies, Ray ends its process group with SIGKILL: the engine's processes, and the tracker before it has cleaned up.
+    It ends when the last process that shares its pipe has.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        return
+    reading, tracker._fd = os.pipe()
+    command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main; main({reading})"]
+    process = subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(reading)
+    tracker._pid = process.pid
+    process.returncode = 0  # only `tracker` waits for it
+
+
 def _devices(shared: tuple[str, ...]) -> tuple[str, ...]:
     """The GPUs that this process uses, made visible before anything initialises CUDA."""
     import ray
@@ -288,9 +331,12 @@ def _address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _stacks() -> list[str]:
-    return [
-        f"thread {ident}: " + " < ".join(f"{f.name} ({f.filename.rsplit('/', 1)[-1]}:{f.lineno})" for f in frames)
-        for ident, frame in sys._current_frames().items()
-        if (frames := traceback.extract_stack(frame)[:-6:-1])
-    ]
+async def _processes(role: Any) -> Mapping[str, str]:
+    """What the processes of a role say of themselves, for a role that has some."""
+    if not hasattr(role, "stacks"):
+        return {}
+    try:
+        found: Mapping[str, str] = await asyncio.wait_for(role.stacks(), STACKS_S)
+    except Exception as exc:
+        return {"its processes": f"silent: {type(exc).__name__}: {exc}"}
+    return found

@@ -3,8 +3,9 @@
     terms = policy_memory(config, shape, needs_reference=False)     # of the policy rank that holds most
     sum(term.nbytes for term in terms if term.place == "device")
 
-Weights, gradients, moments and publications are exact. Activations follow the factors in docs/performance.md; the KV cache is
-what all sequences together can need at most. What a process takes before it holds a model is not in it.
+Weights, gradients, moments, publications and a checkpoint's copy are exact. Activations follow the factors in
+docs/performance.md; the KV cache is what all sequences together can need at most. What a process takes before it holds a model
+is not in it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def policy_memory(
     terms.append(Term("log-prob chunk", FP32 * shape.vocab * chunk, f"{chunk} tokens x {shape.vocab:,} in fp32"))
     if slot_bytes is not None:
         terms.append(Term("publication slots", 2 * slot_bytes, "two at most, the second when first needed", "host"))
+    copied = own * (stored + 2 * moments + (FP32 if masters else 0))
+    terms.append(Term("checkpoint copy", copied, "weights and optimizer, until written", "host"))
     return terms
 
 

@@ -15,13 +15,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import RunInterrupted, WaitExpired, WeightSyncError
-from posttrain.placement.host import Beat, Host, Outcome, Place, RoleSpec, boot_id
+from posttrain.placement.host import STACKS_S, Beat, Host, Outcome, Place, RoleSpec, boot_id
 
 if TYPE_CHECKING:
     from posttrain.placement.cluster import Cluster, Seat
@@ -124,15 +124,10 @@ class Remote:
 
     async def late(self, method: str, timeout: float) -> WaitExpired:
         """The error that says that a call missed its deadline, with the stacks of the role."""
-        stacks: Sequence[str] = ()
+        beat: Beat | None = None
         with contextlib.suppress(Exception):
-            stacks = (await self.beat(2.0, stacks=True)).stacks
-        return WaitExpired(
-            f"{self.name} did not finish {method} within {timeout:g} s",
-            where=f"owner: {self.name}",
-            cause="; ".join(stacks) or "it does not answer heartbeats either",
-            fix=f"see {self.spec.logs}/{self.name}.log",
-        )
+            beat = await self.beat(STACKS_S + 2.0, stacks=True)
+        return _expired([self], method, timeout, {self.name: beat})
 
     def _value(self, outcome: Outcome) -> Any:
         if outcome.failure is not None:
@@ -199,6 +194,12 @@ class Fleet:
                 if not role.spare:
                     raise (role.stuck(time.monotonic() - role._seen) if isinstance(exc, TimeoutError) else exc) from None
 
+    async def stacks(self, timeout: float) -> dict[str, Beat | str]:
+        """Where every role is, asked at once; in words for one that is gone or silent."""
+        roles = {name: role for name, role in self.roles.items() if role.place is not None}
+        found = await asyncio.gather(*(role.beat(timeout, stacks=True) for role in roles.values()), return_exceptions=True)
+        return {name: one if isinstance(one, Beat) else _silent(one, timeout) for name, one in zip(roles, found, strict=True)}
+
     def close(self) -> None:
         """End every role."""
         for role in self.roles.values():
@@ -224,20 +225,21 @@ def each(roles: Sequence[Remote], method: str, args: Sequence[tuple[Any, ...]], 
     return _collect({role.call_blocking(method, *own): role for role, own in calls}, method, timeout)
 
 
-def together(roles: Sequence[Remote], method: str, *args: Any, timeout: float) -> list[Any]:
+def together(roles: Sequence[Remote], method: str, *args: Any, timeout: float, kill: bool = True) -> list[Any]:
     """Call a collective method of all roles from ordinary code; their results in order.
 
     The first failure is raised at once, and all the roles are killed with it: the others wait in a collective for the one that
-    failed. Raises WaitExpired naming the roles that are late.
+    failed. kill: False for a method that tells every role of a failure by itself, and runs beside others that go on.
+    Raises WaitExpired naming the roles that are late.
     """
     import ray
 
     # one copy in the object store, whatever the number of roles
     shared = [ray.put(value) for value in args]
-    return _collect({role.call_blocking(method, *shared): role for role in roles}, method, timeout)
+    return _collect({role.call_blocking(method, *shared): role for role in roles}, method, timeout, kill)
 
 
-def _collect(futures: dict[concurrent.futures.Future[Any], Remote], method: str, timeout: float) -> list[Any]:
+def _collect(futures: dict[concurrent.futures.Future[Any], Remote], method: str, timeout: float, kill: bool = True) -> list[Any]:
     deadline = time.monotonic() + timeout
     pending = set(futures)
     while pending:
@@ -246,8 +248,9 @@ def _collect(futures: dict[concurrent.futures.Future[Any], Remote], method: str,
         )
         failure = _origin(futures, done, pending) if done else _late(futures, pending, method, timeout)
         if failure is not None:
-            for role in futures.values():
-                role.kill()
+            if kill:
+                for role in futures.values():
+                    role.kill()
             raise failure
     return [role._value(future.result()) for future, role in futures.items()]
 
@@ -306,31 +309,36 @@ def _late(
     timeout: float,
 ) -> BaseException:
     roles = [role for future, role in futures.items() if future in pending]
+    return _expired(roles, method, timeout, _stacks_of(roles))
+
+
+def _expired(roles: Sequence[Remote], method: str, timeout: float, beats: Mapping[str, Beat | None]) -> WaitExpired:
+    """The error of roles that are late; `stacks`: all that they say of themselves, for a report."""
     names = ", ".join(role.name for role in roles)
-    return WaitExpired(
+    short = [f"{name} {beat.short(name) if beat else 'does not answer heartbeats either'}" for name, beat in beats.items()]
+    failure = WaitExpired(
         f"{names} did not finish {method} within {timeout:g} s",
         where=f"owner: {names}",
-        cause="; ".join(_stacks_of(roles)),
-        fix=f"see the logs of {names} under {roles[0].spec.logs}",
+        cause="; ".join(short),
+        fix=f"see {' and '.join(f'{name}.log' for name in beats) or 'the logs'} in {roles[0].spec.logs}",
     )
+    failure.stacks = "\n\n".join(f"== {n}\n\n{beat.full()}" for n, beat in beats.items() if beat)  # type: ignore[attr-defined]
+    return failure
 
 
-def _stacks_of(roles: Sequence[Remote]) -> list[str]:
-    """Where the threads of these roles are, for an error; one that does not answer within 2 s is said to be silent."""
+def _stacks_of(roles: Sequence[Remote]) -> dict[str, Beat | None]:
+    """Where these roles are; None for one that does not answer."""
     import ray
 
     if not ray.is_initialized():
-        return []
-    beats = {role.actor.beat.remote(True): role for role in roles}
-    ready, _ = ray.wait(list(beats), num_returns=len(beats), timeout=2.0)
-    lines = []
-    for reference, role in beats.items():
-        beat: Beat | None = None
-        if reference in ready:
-            with contextlib.suppress(Exception):
-                beat = ray.get(reference)
-        lines += [f"{role.name} {line}" for line in beat.stacks] if beat else [f"{role.name} does not answer"]
-    return lines
+        return {}
+    beats = {role.actor.beat.remote(True): role.name for role in roles}
+    ready, _ = ray.wait(list(beats), num_returns=len(beats), timeout=STACKS_S + 2.0)
+    found: dict[str, Beat | None] = dict.fromkeys(beats.values())
+    for reference in ready:
+        with contextlib.suppress(Exception):
+            found[beats[reference]] = ray.get(reference)
+    return found
 
 
 def _failure(role: Remote, future: concurrent.futures.Future[Any]) -> BaseException | None:
@@ -344,6 +352,12 @@ def _ray_errors() -> tuple[type[BaseException], ...]:
     from ray.exceptions import RayError
 
     return (RayError,)
+
+
+def _silent(exc: BaseException, timeout: float) -> str:
+    if isinstance(exc, TimeoutError):
+        return f"silent: no answer within {timeout:g} s; its process is stopped, or its event loop is blocked"
+    return f"silent: {str(exc).splitlines()[0] if str(exc) else type(exc).__name__}"
 
 
 def _first_line(exc: BaseException) -> str:

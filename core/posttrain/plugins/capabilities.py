@@ -37,7 +37,7 @@ class Capability:
 
     meaning   in a few words
     of        the roles that are asked for it, each with what to do when it does not provide it. A role is a kind of plug-in,
-              `grid`, or `run`: posttrain itself under this config
+              `grid`, `run`: posttrain itself under this config, or `config`: a key that takes it away
     assumed   a part that says nothing provides it, and what it does is checked while it runs; only `lacks` is a no
     """
 
@@ -87,15 +87,15 @@ CAPABILITIES: dict[str, Capability] = {
         Capability(
             "multi_turn",
             "episodes of several turns",
-            {
-                "run": "choose a single-turn environment, or remove env_response and score one turn: runs do not drive turns yet",
-                "datapackers": "choose a packer that implements extend(ids, messages), or a single-turn environment",
-            },
+            {"datapackers": "choose a packer that implements extend(ids, messages), or a single-turn environment"},
         ),
         Capability(
             "binary_rewards",
             "every reward is 0 or 1",
-            {"envs": "use an environment whose rewards are 0 or 1, or an algorithm that takes any reward, such as grpo"},
+            {
+                "envs": "use an environment whose rewards are 0 or 1, or an algorithm that takes any reward, such as grpo",
+                "config": "set it to 0, or use an algorithm that takes any reward, such as grpo",
+            },
             assumed=True,
         ),
         Capability("groups", "several completions of each prompt", {"run": "set rl.group_size to 2 or more"}),
@@ -136,7 +136,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One selected part of a run. role: see `Capability.of`, or `config` for a key that needs something.
+    """One selected part of a run. role: see `Capability.of`; `config` also for a key that needs something.
 
     name      as in a table: the plug-in's name, or the key and its value
     owner     distribution and version, "" when it has none

@@ -10,9 +10,12 @@ EXTRAS: dict[str, dict[str, str]] = {
     "algorithms": dict.fromkeys(("grpo", "rloo", "dr_grpo", "reinforce_pp", "cispo", "gspo", "sapo", "dpo", "nft"), ""),
     "datapackers": dict.fromkeys(("decoder_only", "preference"), ""),
     "envs": {
-        **dict.fromkeys(("function", "arithmetic", "preference", "countdown"), ""),
+        **dict.fromkeys(("function", "arithmetic", "preference", "countdown", "gpqa", "wordle"), ""),
+        **dict.fromkeys(("calculator", "search", "python_tool", "code"), ""),
         "math": "math",
         "reasoning_gym": "reasoning-gym",
+        "verifiers": "verifiers",
+        "textarena": "textarena",
     },
     "engines": {"hf": "", "vllm": "vllm"},
     "transports": {"inproc": "", "shm": "", "nixl": "ray"},

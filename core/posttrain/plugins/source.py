@@ -136,4 +136,15 @@ def open_module(module: str, file: Path, finder: Finder) -> Scope:
 def _parse(file: Path, _changed_at: int) -> tuple[ast.Module, list[str]]:
     """Tree and lines of one version of a file; many plug-ins share their bases."""
     text = file.read_text(encoding="utf-8")
-    return ast.parse(text, filename=str(file)), text.splitlines()
+    return parsed(text, file), text.splitlines()
+
+
+def parsed(text: str, file: Path, tries: int = 3) -> ast.Module:
+    """`ast.parse`, again where CPython 3.11 loses count because a thread or a collection had other code parsed meanwhile."""
+    while True:
+        try:
+            return ast.parse(text, filename=str(file))
+        except SystemError:
+            tries -= 1
+            if not tries:
+                raise

@@ -70,7 +70,7 @@ def digest(state: Any) -> str:
 class SavedState:
     """The state of one plug-in in a checkpoint, and whose it was.
 
-    kind, name              the plug-in, as in "envs" and "countdown#2"; of a hook its label
+    kind, name              the plug-in, as in "envs" and "countdown"; of environments and hooks the label
     distribution, version   what brought it; "" for a file or an object
     class_name              `module:Class`
     source                  SHA-256 of the files that define the class and its bases; "" when there are none

@@ -14,6 +14,13 @@ from posttrain.policy.attention import drops_terms
 log = logging.getLogger("posttrain.policy")
 
 
+def quiet_libraries() -> None:
+    """Progress bars of the libraries would tear the display and fill the logs; what matters of them is said in lines of ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def load_causal_lm(
     path: str, dtype: str | torch.dtype, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
 ) -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from posttrain.config.schema import RunConfig
+from posttrain.data.seeds import derive_seed
 from posttrain.errors import ConfigError
 from posttrain.objective.objective import Objective
 from posttrain.policy import prefix, saving
@@ -41,6 +42,7 @@ from posttrain.policy.ranks import Ranks, agree_on_old_logprobs
 from posttrain.policy.rows import Row
 from posttrain.policy.schedule import lr_factor
 from posttrain.policy.sharding import local, local_parameters, local_weight, release, shard_module
+from posttrain.policy.snapshot import Snapshots
 from posttrain.policy.step import StepMeasures, StepResult, means
 from posttrain.weights.publication import LocalWeight
 
@@ -54,18 +56,25 @@ class Policy:
     """The trained model of a run.
 
     mesh: a DeviceMesh with the axes ("dp_replicate", "dp_shard"); None: one process holds everything.
+    writers: a gloo group of the same ranks. Without it the snapshot of a sharded policy is written while nothing trains.
+    before_change: called before any weight changes, for whoever still reads them.
     `version` counts batch steps that trained; `updates` counts optimizer steps, skipped ones included, and places the
     learning rate on its curve. `notes` are lines to say about how the model is computed. Raises EngineStartError when the
     model cannot be loaded, ConfigError when its dtypes do not fit each other or the probe finds that this policy would not
     compute the model's own log-probs, E5 when the ranks were not built alike.
     """
 
-    def __init__(self, config: RunConfig, model_path: str, objective: Objective, *, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, model_path: str, objective: Objective, *, mesh: DeviceMesh | None = None, writers: Any = None
+    ) -> None:
         self.config, self.rl, self.objective = config, config.rl, objective
-        self.ranks = Ranks.of(mesh)
+        self.ranks = Ranks.of(mesh, writers)
+        self._snapshots = Snapshots()
         self.version = self.updates = 0
         self.notes: list[str] = []
+        self.before_change: Callable[[], None] = lambda: None
         agree_on_old_logprobs(self.ranks.gather(self.needs_old_logprobs()))
+        torch.manual_seed(derive_seed(config.seed, "policy"))  # torch's own is another in every process
         with memory_guard("loading the model"):
             self.module = self._build_module(model_path)
             self.reference: PolicyModule | None = None
@@ -189,17 +198,30 @@ class Policy:
 
     def save(self, folder: str | Path) -> None:
         """Write weights and everything else that the next step depends on; see `posttrain.policy.saving`."""
+        self.snapshot()(Path(folder))
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy what `save` writes to host memory, as it is now; returns what writes the copy, once and in any thread.
+
+        Not collective; the writer is, over `writers`, and training may go on meanwhile. One at a time: raises RuntimeError while
+        a former one is not written and not dropped, OutOfMemory when the copy does not fit.
+        """
+        return self._snapshots.take(self._copied)
+
+    def _copied(self) -> Callable[[Path], None]:
         state = {
             "optimizer": self.optimizer.state_dict(), "version": self.version, "updates": self.updates,
             "rng": torch.get_rng_state(),
         }  # fmt: skip
-        saving.save(Path(folder), dict(self.module.model.named_parameters()), state, self.ranks)
+        with memory_guard("copying a checkpoint"):
+            return saving.snapshot(dict(self.module.model.named_parameters()), state, self.ranks)
 
     def load(self, folder: str | Path) -> None:
         """Continue from `save`, bit for bit, whatever number of ranks wrote it.
 
         Raises DataError when the folder is damaged or holds another model's state; no weight has moved then.
         """
+        self.before_change()
         state = saving.load(Path(folder), dict(self.module.model.named_parameters()), self.ranks)
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.updates = state["version"], state["updates"]
@@ -282,6 +304,7 @@ class Policy:
         for group in self.optimizer.param_groups:
             group["lr"] = measures.lr
         with measures.phase("optimizer"):
+            self.before_change()
             for shard, parameter in zip(self.shards, self.module.parameters(), strict=True):
                 shard.grad = None if parameter.grad is None else local(parameter.grad)
             outcome = clip_and_step(self.optimizer, self.shards, self.rl.optimizer.grad_clip, self.ranks)

@@ -3,7 +3,7 @@
     end = PolicyRank()
     end.start(rank, world, "10.0.0.1", 29400, config, "path/of/a/model", "posttrain.loop.prepare:build_run_objective")
     end.train_step(rows)                     # collective: the driver calls it on all ranks, each with the whole batch
-    part = await end.publish(3)              # not collective: each rank writes its own shards, at its own pace
+    async for bucket_or_part in end.publish(3): ...     # not collective: each rank writes its own shards, at its own pace
 
 It knows nothing of who hosts it; a plain process will do. A rank that loses another one in a collective call says so at once,
 and which: it can only be started anew, together with the others.
@@ -11,7 +11,9 @@ and which: it can only be started anew, together with the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,12 +26,14 @@ import torch.distributed as dist
 from posttrain import plugins
 from posttrain.errors import RunInterrupted
 from posttrain.plugins.resolution import import_target, target_of
+from posttrain.policy.load import quiet_libraries
 from posttrain.policy.policy import Policy
 from posttrain.policy.ranks import MESH_AXES
 from posttrain.policy.rows import Row
 from posttrain.policy.sharding import fsdp_shards
 from posttrain.policy.step import StepResult
-from posttrain.weights.publication import Publication, PublicationPool
+from posttrain.weights.deadline import moving
+from posttrain.weights.publication import Digested, Publication, PublicationPool
 from posttrain.weights.publisher import LocalPublisher
 
 if TYPE_CHECKING:
@@ -59,6 +63,9 @@ class PolicyRank:
         self.rank, self.world = 0, 1
         self._policy: Policy | None = None
         self._publisher: LocalPublisher | None = None
+        self._snapshot: Callable[[Path], None] | None = None
+        self._serial = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def start(
         self, rank: int, world: int, address: str, port: int, config: RunConfig, model_path: str, objective: str,
@@ -71,9 +78,7 @@ class PolicyRank:
         timeout_s: for all ranks to arrive.   collective_timeout_s: of one operation between them.
         Raises RunInterrupted when the ranks do not meet.
         """
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # its log is read by people
+        quiet_libraries()
         self.rank, self.world = rank, world
         end = plugins.build("transports", transport, config.weights.options, where="weights.options")  # NIXL before NCCL
         with self._named("start"):
@@ -82,7 +87,9 @@ class PolicyRank:
             if world > 1:
                 _meet(rank, world, address, port, timeout_s, collective_timeout_s)
             built = import_target(target_of(objective))(config)
-            policy = self._policy = Policy(config, model_path, built, mesh=_mesh(config, world))
+            deadline = timedelta(seconds=collective_timeout_s)
+            writers = dist.new_group(timeout=deadline, backend="gloo") if world > 1 else None
+            policy = self._policy = Policy(config, model_path, built, mesh=_mesh(config, world), writers=writers)
         grid, weights = config.grid, config.weights
         pool = PublicationPool(
             end,
@@ -92,6 +99,7 @@ class PolicyRank:
             rank=rank,
         )
         self._publisher = LocalPublisher(pool, policy.local_weights, timeout_s=weights.stage_timeout_s)
+        policy.before_change = pool.settle
         return RankStarted(rank, str(policy.module.device), tuple(policy.notes), policy.vocab_size, policy.needs_old_logprobs())
 
     @property
@@ -125,19 +133,39 @@ class PolicyRank:
         with self._named("score"):
             return self.policy.score(sequences, dtype)
 
-    def save(self, folder: str | Path) -> None:
-        """`Policy.save`; collective. Returns when every rank has written; the caller makes the folder final."""
-        with self._named("save"):
-            self.policy.save(folder)
+    def snapshot(self) -> int:
+        """`Policy.snapshot`, kept here for `write` under the number that is returned. One that nobody wrote is let go first."""
+        with self._named("snapshot"):
+            self._snapshot = None
+            self._snapshot = self.policy.snapshot()
+            self._serial += 1
+            return self._serial
+
+    async def write(self, number: int, folder: str | Path) -> None:
+        """Write snapshot `number`, in a thread of its own; collective. Returns when every rank has written, or raises on all.
+
+        The caller makes the folder final.
+        """
+        snapshot = self._snapshot
+        if snapshot is None or number != self._serial:
+            raise RuntimeError(f"policy rank {self.rank} of {self.world} holds no snapshot {number}")
+        self._snapshot = None
+        with self._named("write"):
+            await asyncio.get_running_loop().run_in_executor(self._writer, snapshot, Path(folder))
 
     def load(self, folder: str | Path) -> None:
         """`Policy.load`; collective."""
         with self._named("load"):
             self.policy.load(folder)
 
-    async def publish(self, version: int) -> Publication:
-        """This rank's part of publication `version`; see `weights.publisher`."""
-        return await self.publisher.publish(version)
+    def publish(self, version: int) -> AsyncIterator[int | Publication]:
+        """This rank's part of publication `version`, see `weights.publisher`; before it the bucket that it is at while it moves
+        on, so that whoever looks knows where a rank died."""
+        return moving(self.publisher.publish(version), lambda: self.publisher.at)
+
+    async def digests(self, version: int) -> Digested:
+        """Of this rank's part of publication `version`, which it makes meanwhile."""
+        return await self.publisher.digests(version)
 
     async def hold(self, version: int) -> None:
         await self.publisher.hold(version)
@@ -149,10 +177,11 @@ class PolicyRank:
         await self.publisher.retract(version)
 
     async def close(self) -> None:
-        """Give back the slots and leave the process group; idempotent."""
+        """Give back the slots, let a write come to its end and leave the process group; idempotent."""
         if self._publisher is not None:
             await self._publisher.close()
-        self._publisher = self._policy = None
+        await asyncio.to_thread(self._writer.shutdown)
+        self._publisher = self._policy = self._snapshot = None
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

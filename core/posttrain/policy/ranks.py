@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -29,16 +29,20 @@ MESH_AXES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: this process's place in the mesh, which is the policy rank of its publications.   world: `dp_world`."""
+    """rank: this process's place in the mesh, which is the policy rank of its publications.   world: `dp_world`.
+
+    writers: a group of the same ranks for a thread beside the one that trains; in one group their collectives would mix.
+    """
 
     mesh: DeviceMesh | None = None
     group: Any = None
+    writers: Any = None
     rank: int = 0
     world: int = 1
     dp_shard: int = 1
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Ranks:
+    def of(cls, mesh: DeviceMesh | None, writers: Any = None) -> Ranks:
         """The ranks of a mesh with the axes `MESH_AXES`; collective over them. Raises ValueError for other axes."""
         if mesh is None:
             return cls()
@@ -53,7 +57,12 @@ class Ranks:
             group = dist.group.WORLD
         else:
             group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-        return cls(mesh, group, dist.get_rank(group), mesh.size(), sizes["dp_shard"])
+        return cls(mesh, group, writers, dist.get_rank(group), mesh.size(), sizes["dp_shard"])
+
+    @property
+    def aside(self) -> Ranks:
+        """The same ranks for a thread beside the one that trains; without a group for it, not while anything trains."""
+        return replace(self, group=self.writers or self.group)
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; collective. Values are pickled: keep them small."""

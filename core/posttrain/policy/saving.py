@@ -4,7 +4,7 @@
     several ranks   *.distcp, .metadata: each rank its shards (DCP)   policy.pt, its large tensors named by shape alone
                     shards.json: size and digest of each file
 
-Where the policy is sharded all functions are collective. A damaged folder is refused before anything is changed.
+Where the policy is sharded, writing and loading are collective. A damaged folder is refused before anything is changed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from posttrain.errors import DataError
 from posttrain.policy.ranks import ALONE, Ranks
-from posttrain.policy.sharding import local, own_part, sharded_like
+from posttrain.policy.sharding import host_mesh, local, own_part, sharded_like
 
 WEIGHTS, STATE, MANIFEST = "model.safetensors", "policy.pt", "shards.json"
 
@@ -31,26 +32,45 @@ Weights = Mapping[str, Tensor]
 """The policy's parameters under their Hugging Face names, in the optimizer's order."""
 
 
-def save(folder: Path, weights: Weights, state: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Write parameters and state. state: `optimizer`, whose tensors are of this rank's shards, and what else is to be kept."""
-    from safetensors.torch import save_file
+def snapshot(weights: Weights, state: dict[str, Any], ranks: Ranks = ALONE) -> Callable[[Path], None]:
+    """Copy parameters and state to host memory, without a word to the other ranks; returns what writes the copy.
 
-    folder.mkdir(parents=True, exist_ok=True)
+    state: `optimizer`, whose tensors are of this rank's shards, and what else is to be kept. The writer is collective
+    over `ranks.writers`; each rank may call it in any thread.
+    """
+    state = _mapped(state, lambda _, tensor: _copy(tensor))
+    held = {name: _copy(local(parameter.detach())) for name, parameter in weights.items()}
     if ranks.mesh is None:
-        save_file({n: p.detach().contiguous() for n, p in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
-        torch.save(state, folder / STATE)
-        return
-    tensors = {f"weights/{name}": parameter.detach() for name, parameter in weights.items()}
+        return partial(_write_whole, weights=held, state=state)
     parameters: list[Any] = list(weights.values())
+    mesh = host_mesh(parameters[0].device_mesh)
+    pairs = zip(parameters, held.items(), strict=True)
+    tensors = {f"weights/{name}": sharded_like(parameter, part, mesh) for parameter, (name, part) in pairs}
 
     def shard(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:  # a count of steps, the same on every rank
             return tensor
-        whole = tensors[_key(path)] = sharded_like(parameters[_owner(path)], tensor)
+        whole = tensors[_key(path)] = sharded_like(parameters[_owner(path)], tensor, mesh)
         return torch.empty(whole.shape, dtype=tensor.dtype, device="meta")
 
     shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in weights.items()}
     state = state | {"optimizer": _mapped(state["optimizer"], shard), "weights": shapes}
+    return partial(_write_sharded, tensors=tensors, state=state, ranks=ranks.aside)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _write_whole(folder: Path, *, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    torch.save(state, folder / STATE)
+
+
+def _write_sharded(folder: Path, *, tensors: dict[str, Any], state: dict[str, Any], ranks: Ranks) -> None:
     ranks.together(lambda: _write_shards(folder, tensors, ranks))
     digests = ranks.together(lambda: {path.name: _digest(path) for path in _mine(folder, ranks)})
     files = {name: digest for part in digests for name, digest in part.items()}
@@ -77,6 +97,29 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     whole = {f"weights/{name}": torch.empty(shape.shape, dtype=shape.dtype) for name, shape in shapes.items()}
     _read(folder, lambda: _read_shards(folder, whole, ALONE))
     return {name.removeprefix("weights/"): tensor for name, tensor in whole.items()}
+
+
+def read_optimizer(folder: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors whole, from either layout, in this process alone, by their place in its state: `state/3/exp_avg`.
+
+    Numbers count parameters in the model's order. Raises DataError for a damaged folder.
+    """
+    _check(folder, ALONE)
+    state = _read(folder, lambda: torch.load(folder / STATE, weights_only=True, map_location="cpu"))["optimizer"]
+    found: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
+
+    def keep(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        name = _key(path)
+        found[name] = tensor
+        if tensor.is_meta:
+            found[name] = shards[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return found[name]
+
+    _mapped(state, keep)
+    if shards:
+        _read(folder, lambda: _read_shards(folder, shards, ALONE))
+    return {name.removeprefix("optimizer/"): tensor for name, tensor in found.items()}
 
 
 def _load_whole(folder: Path, weights: Weights, ranks: Ranks) -> dict[str, Any]:
@@ -132,6 +175,7 @@ def _load_shards(folder: Path, weights: Weights, ranks: Ranks) -> dict[str, Any]
 def _write_shards(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     from torch.distributed import checkpoint as dcp
 
+    folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _ordinary_errors():
         dcp.save(tensors, storage_writer=writer, process_group=ranks.group)
@@ -141,19 +185,18 @@ def _read_shards(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     from torch.distributed import checkpoint as dcp
 
     reader = dcp.FileSystemReader(folder)
-    with _ordinary_errors():
+    with _ordinary_errors(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
         dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.mesh is None)
 
 
 @contextmanager
 def _ordinary_errors() -> Iterator[None]:
-    """DCP raises, on every rank, a BaseException that holds those of all ranks; and warns that one process is one process."""
+    """DCP raises, on every rank, a BaseException that holds those of all ranks."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to (load|save) in a single process")
-            yield
+        yield
     except CheckpointException as exc:
         rank, (failure, _) = min(exc.failures.items())
         raise OSError(f"rank {rank}: {type(failure).__name__}: {failure}") from exc

@@ -118,13 +118,24 @@ def local_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p if local(p) is p else nn.Parameter(local(p.detach()), p.requires_grad) for p in module.parameters()]
 
 
-def sharded_like(parameter: DTensor, part: Tensor) -> DTensor:
-    """A DTensor of which this rank holds `part`, laid out as `parameter` is."""
+def sharded_like(parameter: DTensor, part: Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+    """A DTensor of which this rank holds `part`, laid out as `parameter` is. mesh: where it is, if not beside it."""
     from torch.distributed.tensor import DTensor
 
+    where = mesh or parameter.device_mesh
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        part, where, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with the same groups, for tensors in host memory: a DTensor is moved to the device of its mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    groups = mesh.get_all_groups()
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=mesh.mesh_dim_names)
+    return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def own_part(whole: Tensor, parameter: Tensor, ranks: Ranks) -> Tensor:

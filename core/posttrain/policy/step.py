@@ -107,6 +107,7 @@ class StepMeasures:
             ratio = gap.clamp(-20, 20).exp()
             found |= {"policy/logprob_gap": gap.abs(), "policy/ratio_mean": ratio}
             lows["policy/ratio_min"], highs["policy/ratio_max"] = ratio.min().item(), ratio.max().item()
+            highs["policy/logprob_gap_max"] = gap.abs().max().item()
         sums = {name: (array.sum().item(), len(array)) for name, array in found.items()}
         return Share(sums, lows, highs, self.losses, self.tokens, dict(self.seconds))
 

@@ -3,24 +3,23 @@
 body = RolloutBody("rollout-0", engine="vllm", options={}, spec=spec, transport="nixl")
 await body.start()
 async for completion in body.generate(requests): ...
-await body.stage(publication, 120.0); await body.commit(120.0)
+async for bucket in body.stage(publication, 120.0): ...
+await body.prove(digests); await body.commit(120.0)
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain import plugins
+from posttrain.weights.deadline import moving
 from posttrain.weights.receiver import Receiver
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import Engine, EngineSpec
     from posttrain.types import Completion, Request
     from posttrain.weights.publication import Publication
-
-PROGRESS_S = 0.05
 
 
 class RolloutBody:
@@ -55,21 +54,18 @@ class RolloutBody:
     async def abort_request(self, request_id: str) -> None:
         await self.engine.abort(request_id)
 
+    async def stacks(self) -> Mapping[str, str]:
+        """What the engine's processes write of themselves."""
+        return await self.engine.stacks()
+
     # ---- the lane, as `LaneEnd`
 
-    async def stage(self, publication: Publication, timeout: float) -> AsyncIterator[int]:
+    def stage(self, publication: Publication, timeout: float) -> AsyncIterator[int | None]:
         """Stage it; yields the bucket that it is at while it moves on, so that whoever looks knows where a body died."""
-        staging = asyncio.ensure_future(self.receiver.stage(publication, timeout=timeout))
-        at: int | None = None
-        try:
-            while not staging.done():
-                await asyncio.wait({staging}, timeout=PROGRESS_S)
-                if (now := self.receiver.at) is not None and now != at:
-                    at = now
-                    yield now
-            await staging
-        finally:
-            staging.cancel()
+        return moving(self.receiver.stage(publication, timeout=timeout), lambda: self.receiver.at)
+
+    async def prove(self, digests: Sequence[str]) -> None:
+        await self.receiver.prove(digests)
 
     async def commit(self, timeout: float) -> None:
         await self.receiver.commit(timeout=timeout)

@@ -9,7 +9,7 @@ Columns: `0..P-1` hold the padded prompt, `P..P+M-1` the completion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,14 @@ class Wave:
     model       causal LM whose attention is `posttrain_decode`
     stop_ids    every id that ends a completion
     sampling    shared by all rows; `max_tokens` is per row, in `Slot.budget`
+    spell       the text of ids, special tokens too; for `sampling.stop`
     """
 
     def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], slots: Sequence[Slot], sampling: Sampling, stop_ids: Sequence[int]
-    ) -> None:
+        self, model: Any, prompts: Sequence[Sequence[int]], slots: Sequence[Slot], sampling: Sampling, stop_ids: Sequence[int],
+        spell: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:  # fmt: skip
+        self._spell, self._longest = spell, max((len(text.encode()) for text in sampling.stop), default=0)
         self.model, self.sampling = model, sampling
         self.cache_argument = cache_argument(model)
         self.stop_ids = () if sampling.ignore_eos else tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids)))
@@ -120,6 +123,8 @@ class Wave:
 
     def _retire(self, tokens: torch.Tensor, t: int) -> list[Completion]:
         stopped = is_stop(tokens, self.stop_ids)
+        if self._longest:
+            stopped |= self._spelled(t)
         if t + 1 < self._shortest and not bool(stopped.any()):
             return []
         fresh = (stopped | (self.budgets == t + 1)) & ~self.ended
@@ -128,6 +133,13 @@ class Wave:
         self.ended |= fresh
         self._drop_ended()
         return done
+
+    def _spelled(self, t: int) -> torch.Tensor:
+        """Which rows have spelled a stop text with token `t`: bool `[B]`. A token spells a byte of it at least."""
+        assert self._spell is not None, "stop texts need a tokenizer"
+        tails = self.ids[:, self.width + max(0, t + 1 - self._longest) : self.width + t + 1].tolist()
+        texts = [self._spell(tail) for tail in tails]
+        return torch.tensor([any(stop in text for stop in self.sampling.stop) for text in texts], dtype=torch.bool)
 
     def _complete(self, row: int, length: int, reason: FinishReason) -> Completion:
         slot = self.slots[int(self.rows[row])]

@@ -33,7 +33,8 @@ class EngineSpec:
     max_num_seqs       rows of one forward
     eos_token_ids      every id that ends a completion
     trust_remote_code  run code that the model folder brings
-    base_port          first port of an engine that serves over the network; the engines of one host use none
+    stop_strings       requests may name texts that end them (`Sampling.stop`): the engine needs the tokenizer
+    base_port          first port of an engine that serves over the network; the built-in engines use none
     log_dir            where the engine's chatter goes
     """
 
@@ -43,6 +44,7 @@ class EngineSpec:
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
     trust_remote_code: bool = False
+    stop_strings: bool = False
     seed: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
@@ -120,10 +122,15 @@ class Engine(Declares, ABC):
 
     def parameters(self) -> Mapping[str, tuple[int, ...]] | None:
         """Names and shapes of all parameters that `apply` must be given, to be compared with a plan before the first byte moves.
+        Called in a thread: it may take long.
 
         None: not known before the weights are loaded; `apply` then checks itself.
         """
         return None
+
+    async def stacks(self) -> Mapping[str, str]:
+        """Where the processes are that the engine has started: name → stacks, for the report of a hang. Answers within 2 s."""
+        return {}
 
     def invalidate(self, cause: str) -> None:
         """Refuse to generate until started again: an update failed half-way, or the weights in place proved to be wrong."""

@@ -1,4 +1,4 @@
-"""The gate between an event loop that changes weights and a thread that runs forwards: never both at once."""
+"""The gate between an event loop that changes weights and threads that run forwards: never two of all these at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Open: the thread may run forwards. Closed: `close` has returned, no forward is running, and none starts."""
+    """Open: a thread may run forwards. Closed: `close` has returned, no forward is running, and none starts."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -21,9 +21,9 @@ class Gate:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wait until the gate is open (or shut for good), then hold it for one forward."""
+        """Wait until the gate is open (or shut for good) and nobody else's forward runs, then hold it for one."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._closed or self.ended)
+            self._changed.wait_for(lambda: not self._busy and (not self._closed or self.ended))
             self._busy = True
         try:
             yield

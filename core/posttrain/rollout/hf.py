@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
-from posttrain.errors import WeightSyncError
+from posttrain.data.packer import load_tokenizer
+from posttrain.errors import RunInterrupted, WeightSyncError
 from posttrain.rollout.decode import Slot, Wave
 from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.rollout.gate import Gate
@@ -42,6 +43,7 @@ class HFEngine(Engine):
 
     def _reset(self) -> None:
         self._model: Any = None
+        self._tokenizer: Any = None
         self._version: int | None = None
         self._gate = Gate()
         self._running: set[str] = set()
@@ -67,7 +69,7 @@ class HFEngine(Engine):
         self.refuse_invalid()
         if self._version is None:
             raise WeightSyncError("the hf engine has no weights yet", cause="generate was called before the first commit",
-                                  fix="sync the policy's weights first", retryable=False)
+                                  fix="sync the policy's weights first", code="no-weights", retryable=False)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Completion] | None]()
         stop = threading.Event()
 
@@ -77,10 +79,13 @@ class HFEngine(Engine):
         ids = {r.id for r in requests}
         self._running |= ids
         job = self._thread.submit(self._run, list(requests), post, stop)
+        job.add_done_callback(lambda ended: post(None) if ended.cancelled() else None)  # the engine was closed before it began
         try:
             while (batch := await queue.get()) is not None:
                 for completion in batch:
                     yield completion
+            if job.cancelled():
+                raise RunInterrupted("the hf engine was closed", fix="go on with --resume", code="engine-dead")
             await asyncio.wrap_future(job)
         finally:
             stop.set()
@@ -109,7 +114,12 @@ class HFEngine(Engine):
         return self._version
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await asyncio.wrap_future(self._thread.submit(score, self._model, [list(s) for s in sequences]))
+        return await asyncio.to_thread(self._score, [list(ids) for ids in sequences])
+
+    def _score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Between two decode steps, not behind all that waits to be decoded."""
+        with self._gate.forward():
+            return score(self._model, sequences)
 
     def parameters(self) -> Mapping[str, tuple[int, ...]] | None:
         return {n: tuple(p.shape) for n, p in self._model.named_parameters()} if self._model is not None else None
@@ -138,7 +148,8 @@ class HFEngine(Engine):
                 version = self._version
                 assert version is not None
                 if wave is None:
-                    wave = Wave(self._model, prompts, slots, sampling, self.spec.eos_token_ids)
+                    spell = self._spell if sampling.stop else None
+                    wave = Wave(self._model, prompts, slots, sampling, self.spec.eos_token_ids, spell)
                 elif version != seen:
                     wave.recompute()
                 seen = version
@@ -163,6 +174,11 @@ class HFEngine(Engine):
                 prompts = {r.id: list(r.prompt_ids) for r, *_ in chunk}
                 slots = [Slot(r.id, i, ids.index(r.id), budget, noise[i]) for r, i, budget, noise in chunk]
                 yield sampling, [prompts[name] for name in ids], slots
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.spec.model_path, trust_remote_code=self.spec.trust_remote_code)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _check(self, request: Request) -> tuple[str | None, int]:
         """Why a request cannot run, and the tokens it may generate."""

@@ -1,7 +1,8 @@
 """Rollout bodies in other processes, driven as one: their lanes for the weight plane, their engines as one generator.
 
-The requests of a batch are dealt to the replicas in order, the first ones a request longer: a replica's share is its data cell,
-and a group never straddles two cells. A replica that is no longer there (its lane was dropped) gets no share. Where
+The requests of a call are dealt to the replicas in order, each the share that makes all equally loaded: with nothing under way
+that is a replica's data cell, the first ones a request longer. A group never straddles two replicas. A replica that is no longer
+there (its lane was dropped) gets no share. Where
 `weights.on_failure` says that a run may lose one, what it owed is asked of the others, with the same seeds, and the next update
 of the weights replaces it, or goes on without it.
 """
@@ -9,17 +10,19 @@ of the weights replaces it, or goes on without it.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 from posttrain.errors import RunInterrupted, WeightSyncError
-from posttrain.policy.partition import deal
 from posttrain.weights.deadline import in_thread
 from posttrain.weights.publication import Publication
 
 if TYPE_CHECKING:
     from posttrain.placement.remote import Remote
+    from posttrain.rollout.engine import Generates
     from posttrain.types import Completion, Request
 
 GRACE_S = 10.0
@@ -55,17 +58,22 @@ class RemoteLane:
             async for bucket in self.remote.stream("stage", publication, timeout):
                 self.at = bucket
 
+    async def prove(self, digests: Sequence[str]) -> None:
+        await self.remote.call("prove", digests, timeout=GRACE_S)
+
     async def commit(self, *, timeout: float) -> None:
         await self.remote.call("commit", timeout, timeout=timeout + GRACE_S)
+        if self.invalid == REBUILT:
+            self.invalid = ""
 
     async def abort(self, cause: str) -> None:
         await self.remote.call("abort", cause, timeout=GRACE_S)
 
     async def rebuild(self) -> None:
+        self.proved, self.invalid = False, REBUILT  # nobody asks it before it has weights
         if not await self._rebuilt_in_place():
             await in_thread(self.respawn)
             await self.remote.call("start", timeout=self.rebuild_timeout_s)
-        self.proved, self.invalid = False, ""
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         found: list[list[float]] = await self.remote.call("logprobs", sequences, timeout=self.rebuild_timeout_s)
@@ -94,6 +102,11 @@ class RemoteLane:
 GONE = ("role-died", "role-stuck")
 """Codes of the errors that say that a process is no longer there."""
 
+LOST = (*GONE, "engine-dead", "lane-invalid", "no-weights", "completions-missing")
+"""Codes of the errors that say that what an engine was asked for will not come; another one can be asked, or the next."""
+
+REBUILT = "its engine is being rebuilt"
+
 Item: TypeAlias = "tuple[RemoteLane, Completion | BaseException | None]"
 
 
@@ -113,6 +126,7 @@ class Replicas:
     ) -> None:
         self.lanes, self._start_timeout_s = list(lanes), start_timeout_s
         self._may_lose, self._say = may_lose, say
+        self._load: Counter[RemoteLane] = Counter()  # samples that each owes
 
     async def start(self) -> None:
         """All engines side by side; the first that does not start ends the wait."""
@@ -120,17 +134,28 @@ class Replicas:
 
         await first_failure([lane.remote.call("start", timeout=self._start_timeout_s + GRACE_S) for lane in self.lanes])
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        """Every completion as it finishes, from whichever replica."""
+    def each(self) -> list[Generates]:
+        """One that generates for each replica: on it while it serves, afterwards on the others. What has begun on a replica and
+        goes on there finds its prefix in that engine's cache."""
+        return [_One(self, lane) for lane in self.lanes]
+
+    async def generate(self, requests: Sequence[Request], *, first: RemoteLane | None = None) -> AsyncIterator[Completion]:
+        """Every completion as it finishes, from whichever replica.   first: the one that is asked for all while it serves."""
         finished: asyncio.Queue[Item] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         owed = {request.id: (request, set(range(request.n))) for request in requests}
         holders: dict[RemoteLane, list[Request]] = {}
 
+        def owes(share: Sequence[Request]) -> int:
+            return sum(len(owed[request.id][1]) for request in share)
+
         def ask(share: Sequence[Request]) -> None:
             serving = self._serving()
-            for lane, part in zip(serving, cells(share, len(serving)), strict=True):
+            if first in serving:
+                serving = [first]
+            for lane, part in zip(serving, shares(share, [self._load[lane] for lane in serving]), strict=True):
                 if part:
+                    self._load[lane] += owes(part)
                     holders.setdefault(lane, []).extend(part)
                     tasks.append(asyncio.create_task(_drain(lane, part, finished)))
 
@@ -139,14 +164,19 @@ class Replicas:
             while any(indices for _, indices in owed.values()):
                 lane, item = await finished.get()
                 if isinstance(item, BaseException):
-                    ask(self._lost(lane, item, [r for r in holders.pop(lane, []) if owed[r.id][1]]))
+                    share = [request for request in holders.pop(lane, []) if owed[request.id][1]]
+                    self._load[lane] -= owes(share)
+                    ask(self._lost(lane, item, share))
                 elif item is None:
                     if all(task.done() for task in tasks) and finished.empty():
                         break  # an engine returned fewer than it was asked for: whoever counts says so
                 elif item.index in owed[item.request_id][1]:
+                    self._load[lane] -= 1
                     owed[item.request_id][1].discard(item.index)
                     yield item
         finally:
+            for lane, held in holders.items():
+                self._load[lane] -= owes(held)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,7 +184,9 @@ class Replicas:
     async def abort(self, request_id: str) -> None:
         """Stop a request wherever it runs."""
         calls = [lane.remote.call("abort_request", request_id, timeout=GRACE_S) for lane in self.lanes if lane.serving]
-        await asyncio.gather(*calls)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and getattr(outcome, "code", "") not in LOST:
+                raise outcome
 
     async def close(self) -> None:
         """Free every engine; replicas that are gone are passed over."""
@@ -170,17 +202,47 @@ class Replicas:
 
     def _lost(self, lane: RemoteLane, exc: BaseException, share: list[Request]) -> list[Request]:
         """What a replica still owed when it died. Raises `exc` where a run may not lose one, or it is another failure."""
-        if not self._may_lose or getattr(exc, "code", "") not in GONE:
+        if not self._may_lose or (code := getattr(exc, "code", "")) not in LOST:
             raise exc
-        lane.remote.kill()
-        lane.invalid = str(exc).splitlines()[0]
+        if code in GONE:
+            lane.remote.kill()
+        lane.invalid = lane.invalid or str(exc).splitlines()[0]
         self._say(f"{lane.invalid}; {len(share)} prompt(s) go to the other replicas")
         return share
 
 
-def cells(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
-    """The share of each replica: in order, sizes by divmod, the first ones a request longer."""
-    return [list(requests[share.start : share.stop]) for share in deal(len(requests), replicas)]
+@dataclass(frozen=True)
+class _One:
+    """`Replicas` that begin with one of theirs. They are started and closed together."""
+
+    replicas: Replicas
+    lane: RemoteLane
+
+    async def start(self) -> None:
+        await self.replicas.start()
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        return self.replicas.generate(requests, first=self.lane)
+
+    async def abort(self, request_id: str) -> None:
+        await self.replicas.abort(request_id)
+
+    async def close(self) -> None:
+        await self.replicas.close()
+
+
+def shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Request]]:
+    """The share of each replica, in order: the least loaded gets the next request, and of equals the first one.
+
+    loads: samples that each replica owes already.
+    """
+    owed, counts = list(loads), [0] * len(loads)
+    for request in requests:
+        least = min(range(len(owed)), key=owed.__getitem__)
+        counts[least] += 1
+        owed[least] += request.n
+    stops = list(accumulate(counts))
+    return [list(requests[stop - count : stop]) for count, stop in zip(counts, stops, strict=True)]
 
 
 async def _drain(lane: RemoteLane, requests: Sequence[Request], finished: asyncio.Queue[Item]) -> None:

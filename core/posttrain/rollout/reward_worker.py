@@ -1,8 +1,9 @@
-"""The process that runs synchronous rewards. It reads frames from a socket, scores, answers, and dies with its owner.
+"""The process that runs plain functions of environments. It reads frames from a socket, calls, answers, dies with its owner.
 
 A frame is a 4-byte length and a pickle. First frame: the environments (cloudpickle), answered by None or by the text of the
-failure. Every later frame: a list of (environment name, EpisodeState, its Trajectory as a pickle), answered by one Reward
-each. It imports no torch unless an environment does.
+failure. Every later frame: a list of pickles (environment name, method, EpisodeState, its Trajectory as a pickle, further
+arguments), each answered by (what the method returned, the episode's `custom` afterwards) or by Raised. It imports no torch
+unless an environment does.
 """
 
 from __future__ import annotations
@@ -17,32 +18,38 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from posttrain.data.environment import EpisodeState
-from posttrain.rollout.rewards import as_reward, raised, unscorable
+from posttrain.data.seeds import derive_seed
+from posttrain.placement import stacks
+from posttrain.rollout.rewards import as_reward
 from posttrain.types import Trajectory
 
 HEADER = struct.Struct("<I")
+REWARD = "compute_reward"
 
 
 def main(descriptor: int, owner: int) -> None:
     """Serve until the socket closes."""
     _die_with(owner)
+    stacks.answer()
     os.dup2(2, 1)  # what a reward prints goes to the log, not into the owner's output
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(EOFError, ConnectionError):
         environments: dict[str, Any] = {}
         try:
             environments = pickle.loads(_receive(sock))
-            _send(sock, None)
+            _send(sock, pickle.dumps(None))
         except (EOFError, ConnectionError):
             raise
         except BaseException as exc:
-            _send(sock, f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")
+            _send(sock, pickle.dumps(f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}"))
             return
         while True:
-            for name, state, trajectory in pickle.loads(_receive(sock)):
-                _send(sock, _score(environments[name], Received(state, trajectory)))
+            for data in pickle.loads(_receive(sock)):
+                name, method, state, trajectory, args = pickle.loads(data)
+                _send(sock, _call(environments[name], method, Received(state, trajectory), args))
 
 
 class Received(EpisodeState):
@@ -51,7 +58,7 @@ class Received(EpisodeState):
     __slots__ = ("_packed", "_unpacked")
 
     def __init__(self, state: EpisodeState, packed: bytes | None) -> None:
-        super().__init__(state.task, state.prompt, state.messages, state.completion, None, state.custom, state.seed)
+        super().__init__(state.task, state.prompt, state.messages, state.completion, None, state.custom, state.seed, state.turn)
         self._packed = packed
 
     @property
@@ -65,22 +72,27 @@ class Received(EpisodeState):
         self._packed, self._unpacked = None, value
 
 
-def _score(env: Any, state: Any) -> Any:
-    random.seed(state.seed)
+class Raised(RuntimeError):
+    """What a method raised, or that what it returned cannot be sent: `str` says it in one line."""
+
+
+def _call(env: Any, method: str, state: Received, args: Sequence[Any]) -> bytes:
+    """The answer to one call, pickled."""
+    random.seed(state.seed if method == REWARD else derive_seed(state.seed, method, state.turn))
     try:
-        reward = as_reward(env.compute_reward(state))
+        found = getattr(env, method)(state, *args)
+        if method == REWARD:
+            found = as_reward(found)
     except Exception as exc:
         traceback.print_exc()
-        return raised(exc)
+        return pickle.dumps(Raised(f"{type(exc).__name__}: {exc}"))
     try:
-        pickle.dumps(reward)
+        return pickle.dumps((found, state.custom))
     except Exception as exc:
-        return unscorable("wrong_type", f"the Reward cannot be sent to another process: {exc}")
-    return reward
+        return pickle.dumps(Raised(f"what {method} left cannot be sent to another process: {exc}"))
 
 
-def _send(sock: socket.socket, value: Any) -> None:
-    data = pickle.dumps(value)
+def _send(sock: socket.socket, data: bytes) -> None:
     sock.sendall(HEADER.pack(len(data)) + data)
 
 

@@ -1,7 +1,10 @@
 """From what `compute_reward` gave to a `Reward`: checked, and unscorable with a cause when it cannot be used, never 0.
 
 Causes: `raised` (an exception), `timeout`, `died` (its process ended), `none` (it returned None), `not_finite` (NaN or
-infinite), `wrong_type`, `unscorable` (the environment said so itself).
+infinite), `wrong_type`, `unscorable` (the environment said so itself); `env_raised`, `env_timeout`, `env_died`: it was already
+an answer to a turn that failed; `agent_raised`, `agent_timeout`, `agent_died`, `agent_silent` (it asked nothing): the agent of an
+AgentEnvironment did; `judge_overloaded`, `judge_unreachable`, `judge_timeout`, `judge_refused`, `judge_unreadable`: there was no
+judgement.
 """
 
 from __future__ import annotations
@@ -12,7 +15,11 @@ from typing import Any
 
 from posttrain.types import Reward
 
-FAILED = ("raised", "timeout", "died", "not_finite", "wrong_type")
+FAILED = (
+    "raised", "timeout", "died", "not_finite", "wrong_type", "env_raised", "env_timeout", "env_died",
+    "agent_raised", "agent_timeout", "agent_died", "agent_silent",
+    "judge_overloaded", "judge_unreachable", "judge_timeout", "judge_refused", "judge_unreadable",
+)  # fmt: skip
 """Causes that nobody meant; the others are an environment's own word that there is no reward."""
 
 

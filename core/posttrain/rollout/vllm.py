@@ -5,13 +5,14 @@ came from the policy. Each sample is a request of its own with a seed derived fr
 `processed_logprobs`: those of the distribution sampled from. The versions of tokens come from vLLM's weight-version spans.
 
 When a call into the engine times out or an update fails half-way, its replies and its weights can no longer be trusted: it
-is killed at once, and says so whenever it is asked to generate.
+is killed at once, beside the event loop, and says so whenever it is asked to generate; what was still running in it is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from posttrain.errors import EngineStartError, RunInterrupted, WeightSyncError
+from posttrain.placement import stacks
 from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.rollout.vllm_errors import check_model, start_error
-from posttrain.rollout.vllm_processes import children, engine_processes, forget_names, kill
+from posttrain.rollout.vllm_processes import children, engine_processes, forget_names, kill, process_name
 from posttrain.rollout.vllm_start import (
     check_api,
     check_cores,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from posttrain.weights.transport import Staged
+
+STACKS_S = 2.0
+"""How long the processes may take to write where they are."""
 
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
@@ -69,6 +74,7 @@ class VllmEngine(Engine):
         self.options: VllmEngine.Options
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
+        self._killing: threading.Thread | None = None
         self._log: Path | None = None
         self._version: int | None = None
         self._paused = self._abandoned = False
@@ -117,18 +123,25 @@ class VllmEngine(Engine):
     async def _abandon(self, launch: asyncio.Task[None], before: Sequence[psutil.Process]) -> None:
         """End what a failed or late launch has started; while its thread runs, it may start more."""
         self._abandoned = True
-        kill(children(before))
         while not launch.done():
+            await asyncio.to_thread(lambda: kill(children(before)))
             await asyncio.sleep(0.1)
-            kill(children(before))
+        await asyncio.to_thread(lambda: kill(children(before)))
         await self.close()
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(partial(llm.shutdown, timeout=15.0))
-        kill(self._processes)
-        self._processes = []
+        self._kill()
+        if self._killing is not None:
+            await asyncio.to_thread(self._killing.join)
+
+    async def stacks(self) -> dict[str, str]:
+        """What the core and the workers write of themselves; of one that does not within 2 s, why."""
+        names = {process.pid: process_name(process) for process in self._processes}
+        found = await stacks.ask(list(names), timeout=STACKS_S)
+        return {names[pid]: text for pid, text in found.items()}
 
     # ---- generation
 
@@ -180,13 +193,18 @@ class VllmEngine(Engine):
             stream = llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id, priority=priority)
             outputs = [output async for output in stream]
         except EngineDeadError as exc:
-            raise RunInterrupted(
-                self.invalid or "the vLLM engine died",
-                cause=f"see {self._log}",
-                fix="read the log, then --resume",
-                code="engine-dead",
-            ) from exc
+            raise self._dead() from exc
+        if self.invalid is not None:  # it came to its end before the engine did
+            raise self._dead()
         return outputs[-1]
+
+    def _dead(self) -> RunInterrupted:
+        return RunInterrupted(
+            self.invalid or "the vLLM engine died",
+            cause=f"see {self._log}",
+            fix="read the log, then --resume",
+            code="engine-dead",
+        )
 
     async def abort(self, request_id: str) -> None:
         if self._llm is not None:
@@ -299,7 +317,14 @@ class VllmEngine(Engine):
         """Kill the engine: late replies would answer the wrong calls, and a half-updated model would be served."""
         super().invalidate(self.invalid or cause)
         self._version = None
-        kill(self._processes)
+        self._kill()
+
+    def _kill(self) -> None:
+        """Begin to end the processes: it may take seconds, and a thread waits for them. `close` waits for the thread."""
+        if self._processes:
+            self._killing = threading.Thread(target=kill, args=(self._processes,), name="posttrain-kill")
+            self._killing.start()
+        self._processes = []
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -324,7 +349,10 @@ def _sampling_params(sampling: Sampling, max_tokens: int, seed: int, eos_token_i
         ignore_eos=sampling.ignore_eos,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=not sampling.stop,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

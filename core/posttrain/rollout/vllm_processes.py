@@ -30,6 +30,17 @@ def engine_processes(llm: Any) -> list[psutil.Process]:
     return [*cores, *(child for core in cores for child in core.children(recursive=True))]
 
 
+def process_name(process: psutil.Process) -> str:
+    """`VLLM::EngineCore (pid 4711)`, as `ps` shows it."""
+    import psutil
+
+    try:
+        title = process.cmdline()[0]
+    except (psutil.Error, IndexError):
+        title = "a vLLM process"
+    return f"{title} (pid {process.pid})"
+
+
 def forget_names(processes: Sequence[psutil.Process]) -> None:
     """Unlink the shared memory that tensor-parallel workers on a CPU talk through; call it when all of them have opened it.
 

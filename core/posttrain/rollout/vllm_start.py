@@ -206,7 +206,7 @@ def engine_arguments(spec: EngineSpec, options: VllmEngine.Options) -> dict[str,
         "distributed_executor_backend": "mp" if spec.tensor_parallel_size > 1 else None,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "trust_remote_code": spec.trust_remote_code,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not spec.stop_strings,
         "load_format": "dummy",
         "generation_config": "vllm",  # the run decides what ends a completion, not the folder's generation_config.json
         "logprobs_mode": "processed_logprobs",

@@ -1,4 +1,4 @@
-"""A pool of reward processes on the event loop: deadlines that kill, deaths that are noticed at once, replacements.
+"""A pool of processes for what environments do in plain functions: deadlines that kill, deaths noticed at once, replacements.
 
 Each worker has one batch in flight and answers it item by item; the deadline is that of one item, counted from the answer
 before it. When a worker dies or is late, the item it was on fails and the rest of its batch goes to its replacement. Batches
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import PluginError, PosttrainError
-from posttrain.rollout.reward_worker import HEADER
-from posttrain.rollout.rewards import unscorable
-from posttrain.types import Reward
+from posttrain.placement import stacks
+from posttrain.rollout.reward_worker import HEADER, Raised
 
 if TYPE_CHECKING:
     from posttrain.data.environment import Environment, EpisodeState
@@ -34,18 +33,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger("posttrain.rewards")
 
 START_TIMEOUT_S = 120.0
+STACKS_S = 2.0
 BATCH_LIMIT = 32
 MOST_WORKERS = 8
+LEFT_S = 1.0
+"""For how long a process may go on with a job that nobody waits for."""
 _BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.rollout.reward_worker import main; main({}, {})"
+
+
+class Died(RuntimeError):
+    """The process that was at a call has ended."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One episode to score and where the answer goes."""
+    """A call of `method(state, *args)` of an environment, and where the answer goes: what it returns and the episode's `custom`
+    afterwards, or why there is none, as an exception. The worker makes a `Reward` of what `compute_reward` returns."""
 
     env: str
+    method: str
     state: EpisodeState
-    answer: asyncio.Future[Reward]
+    args: tuple[Any, ...]
+    timeout_s: float
+    answer: asyncio.Future[tuple[Any, dict[str, Any]]]
 
 
 class Worker:
@@ -123,19 +133,18 @@ class Worker:
 
 
 class WorkerPool:
-    """`workers` processes that score episodes of `environments`, each within `timeout_s` seconds."""
+    """`workers` processes that hold `environments`."""
 
-    def __init__(
-        self, environments: Mapping[str, Environment], *, workers: int | None, timeout_s: float, log_path: Path | None = None
-    ) -> None:
+    def __init__(self, environments: Mapping[str, Environment], *, workers: int | None, log_path: Path | None = None) -> None:
         import cloudpickle
 
         self._environments = cloudpickle.dumps(dict(environments))
         self._size = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-        self._timeout, self._log_path = timeout_s, log_path
+        self._log_path = log_path
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._workers: dict[int, Worker] = {}
         self._servers: list[asyncio.Task[None]] = []
+        self._at: dict[int, Job] = {}
 
     async def start(self) -> None:
         """Start all workers. Raises PluginError when the environments cannot be built there."""
@@ -146,10 +155,27 @@ class WorkerPool:
             raise
         self._servers = [asyncio.create_task(self._serve(n), name=f"reward worker {n}") for n in range(self._size)]
 
-    async def score(self, env: str, state: EpisodeState) -> Reward:
-        answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait(Job(env, state, answer))
-        return await answer
+    async def call(
+        self, env: str, method: str, state: EpisodeState, *args: Any, timeout_s: float
+    ) -> tuple[Any, dict[str, Any]]:
+        """What `method(state, *args)` returns, and `state.custom` after it.
+
+        Raises TimeoutError at the deadline, Died when its process ended, and Raised for what it raised.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[Any, dict[str, Any]]] = loop.create_future()
+        job = Job(env, method, state, args, timeout_s, answer)
+        self._jobs.put_nowait(job)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            loop.call_later(LEFT_S, self._end, job)  # nobody waits: it may not hold a worker for long
+            raise
+
+    async def stacks(self) -> dict[str, str]:
+        """What every worker writes of itself."""
+        names = {worker.process.pid: f"reward worker {n} (pid {worker.process.pid})" for n, worker in self._workers.items()}
+        return {names[pid]: text for pid, text in (await stacks.ask(list(names), timeout=STACKS_S)).items()}
 
     async def close(self) -> None:
         """End every process; waiting scores are cancelled. Idempotent."""
@@ -164,7 +190,10 @@ class WorkerPool:
 
     async def _serve(self, number: int) -> None:
         while True:
-            batch = deque([await self._jobs.get()])
+            first = await self._jobs.get()
+            if first.answer.done():
+                continue
+            batch = deque([first])
             share = min(BATCH_LIMIT, -(-self._jobs.qsize() // (2 * self._size)))
             while len(batch) < share and not self._jobs.empty():
                 batch.append(self._jobs.get_nowait())
@@ -181,24 +210,36 @@ class WorkerPool:
                 raise
 
     async def _run(self, number: int, batch: deque[Job]) -> None:
-        """Score a batch until it is empty, or until its first item has ended the worker; that one is then unscorable."""
+        """Work on a batch until it is empty, or until its first item has ended the worker; that one has failed then."""
         worker = self._workers.get(number)
         if worker is None or worker.gone:
             if worker is not None:
-                _log.warning("%s between two rewards; it is replaced", await self._discard(number))
+                _log.warning("%s between two calls; it is replaced", await self._discard(number))
             worker = await self._replace(number)
+        sent = _packed(batch)
         try:
-            worker.send(pickle.dumps([_packed(job) for job in batch]))
+            if sent:
+                worker.send(pickle.dumps(sent))
             while batch:
-                reward = await worker.receive(self._timeout)
-                _answer(batch.popleft(), reward)
+                self._at[number] = batch[0]
+                answer = await worker.receive(batch[0].timeout_s)
+                _answer(batch.popleft(), answer)
         except TimeoutError:
-            how = await self._discard(number)
-            late = f"no reward within {self._timeout:g} s (rollout.reward_timeout_s); {how}"
-            _answer(batch.popleft(), unscorable("timeout", late))
+            _answer(batch.popleft(), TimeoutError(await self._discard(number)))
         except (EOFError, ConnectionError):
-            how = await self._discard(number)
-            _answer(batch.popleft(), unscorable("died", how))
+            _answer(batch.popleft(), Died(await self._discard(number)))
+        except Exception as exc:  # what came cannot be read here
+            await self._discard(number)
+            _answer(batch.popleft(), Raised(f"its answer cannot be read: {type(exc).__name__}: {exc}"))
+        finally:
+            self._at.pop(number, None)
+
+    def _end(self, job: Job) -> None:
+        """End the process that is still at a job that nobody waits for."""
+        for number, running in self._at.items():
+            if running is job and number in self._workers:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._workers[number].process.pid, signal.SIGKILL)
 
     async def _replace(self, number: int) -> Worker:
         with contextlib.ExitStack() as stack:
@@ -210,12 +251,33 @@ class WorkerPool:
         return await self._workers.pop(number).stop()
 
 
-def _packed(job: Job) -> tuple[str, EpisodeState, bytes | None]:
-    """A job as it travels: the tokens apart, so that the worker need not unpack them (see `reward_worker.Received`)."""
+def _packed(batch: deque[Job]) -> list[bytes]:
+    """Jobs as they travel. Those that nobody waits for, and those that cannot be sent, which is their answer, leave the batch."""
+    sent = []
+    for _ in range(len(batch)):
+        job = batch.popleft()
+        if job.answer.done():
+            continue
+        try:
+            sent.append(_pickled(job))
+        except Exception as exc:
+            _answer(job, Raised(f"the episode cannot be sent to another process: {type(exc).__name__}: {exc}"))
+            continue
+        batch.append(job)
+    return sent
+
+
+def _pickled(job: Job) -> bytes:
+    """The tokens apart, so that the worker need not unpack them (see `reward_worker.Received`)."""
     trajectory = job.state.trajectory
-    return job.env, replace(job.state, trajectory=None), None if trajectory is None else pickle.dumps(trajectory)
+    state = replace(job.state, trajectory=None, offload=None)
+    return pickle.dumps((job.env, job.method, state, None if trajectory is None else pickle.dumps(trajectory), job.args))
 
 
-def _answer(job: Job, reward: Reward) -> None:
-    if not job.answer.done():
-        job.answer.set_result(reward)
+def _answer(job: Job, answer: tuple[Any, dict[str, Any]] | Exception) -> None:
+    if job.answer.done():
+        return
+    if isinstance(answer, Exception):
+        job.answer.set_exception(answer)
+    else:
+        job.answer.set_result(answer)

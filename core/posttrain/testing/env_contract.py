@@ -7,6 +7,9 @@
         def gold(self, row):
             return row["answer"]                  # the laws about right and wrong answers
 
+        def replies(self, row):
+            return ["50", row["answer"]]          # what the model says turn by turn, where there are several
+
 or, for full control, a fixture `env` that returns the object. Rewards that are plain functions run in real reward processes.
 """
 
@@ -30,6 +33,7 @@ from posttrain.testing.coroutines import cancelled, longest_pause
 from posttrain.testing.elsewhere import rows_elsewhere
 from posttrain.testing.laws import by_value, changed, has_state, kept, state_of, survives_a_crash, travelled
 from posttrain.testing.slow import SlowAsyncEnvironment, SlowEnvironment
+from posttrain.testing.turn_laws import TurnLaws
 from posttrain.types import Reward
 
 SPLITS: tuple[Split, ...] = ("train", "test")
@@ -37,7 +41,7 @@ PLAIN = ("", "7", "something that answers nothing")
 FAULTS = ("raised", "timeout", "died", "none", "not_finite", "wrong_type")
 
 
-class EnvContract:
+class EnvContract(TurnLaws):
     """What every environment does; looks at up to `rows` rows of a split."""
 
     plugin: ClassVar[Any] = None
@@ -119,9 +123,12 @@ class EnvContract:
                 pytest.fail(f"row {row.get('id')!r} is not plain data ({exc}): rows hold text, numbers, lists and dicts")
 
     def test_the_splits_share_no_prompt(self, env: Environment) -> None:
-        asked = {split: {repr(env.format_prompt(row)) for row in self.some(env, split)} for split in SPLITS}
+        asked = {split: {repr(env.task_key(row)) for row in self.some(env, split)} for split in SPLITS}
         both = asked["train"] & asked["test"]
-        assert not both, f"train and test both ask {next(iter(both))[:200]}: held-out rewards would not be held out"
+        assert not both, (
+            f"train and test both ask {next(iter(both))[:200]}: held-out rewards would not be held out "
+            "(where prompts do not tell rows apart, as in a game, override `task_key`)"
+        )
 
     def test_prompts_are_messages_text_or_ids_and_do_not_change(self, env: Environment) -> None:
         for row in self.some(env, "train"):

@@ -36,7 +36,7 @@ def posttrain_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture(scope="session")
 def posttrain_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Llama with random weights; its tokens are letters and digits. Made once per session."""
-    from posttrain.loop.run import quiet_libraries
+    from posttrain.policy.load import quiet_libraries
     from posttrain.testing.tiny_model import write_tiny_model
 
     quiet_libraries()

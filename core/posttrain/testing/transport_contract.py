@@ -22,9 +22,9 @@ from posttrain.errors import WeightSyncError
 from posttrain.plugins.capabilities import declared
 from posttrain.testing.elsewhere import published_elsewhere, pulled_elsewhere
 from posttrain.testing.laws import by_value, travelled
+from posttrain.weights.digest import bucket_digest
 from posttrain.weights.memory import Region
 from posttrain.weights.plan import BucketPlan, ParameterSpec, plan_buckets
-from posttrain.weights.publication import bucket_digest
 from posttrain.weights.transport import Handle, Transport, views
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.config.layers import ABSENT, leaves
 from posttrain.errors import ConfigError
-from posttrain.tracking.metric_names import HELD_OUT
+from posttrain.tracking.metric_names import HELD_OUT, SCORES
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.run_dir import find_run, saved_config, saved_json
 
@@ -98,7 +98,7 @@ def compare_runs(runs: Sequence[Path], metric: str = HELD_OUT) -> Comparison:
     rows = []
     for members in groups.values():
         first = configs[members[0]]
-        curves = {i: _curve(runs[i], metric) for i in members}
+        curves = {i: curve_of(runs[i], metric) for i in members}
         counted = [i for i in members if curves[i]] or members
         rows.append(
             Row(
@@ -114,7 +114,13 @@ def compare_runs(runs: Sequence[Path], metric: str = HELD_OUT) -> Comparison:
     return Comparison(metric, tuple(keys), tuple(rows))
 
 
-def _curve(run: Path, metric: str) -> dict[int, float]:
+def chosen_metric(runs: Sequence[Path]) -> str:
+    """What runs are judged by: the first held-out score that one of them has, else the first of training; else HELD_OUT."""
+    names = [name for score in SCORES for name in (score.held_out, score.trained)]
+    return next((name for name in names if any(curve_of(run, name) for run in runs)), HELD_OUT)
+
+
+def curve_of(run: Path, metric: str) -> dict[int, float]:
     """The metric of a run by step; what is not finite is left out."""
     try:
         rows = read_validation(run) if metric.startswith("validation/") else read_metrics(run)

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.data.reward_range import Range
 from posttrain.tracking.metric_names import SCORES, Score, score_of
 from posttrain.tracking.text import duration, number, printable, sparkline
 
@@ -49,6 +50,7 @@ class Progress:
     held_out: list[tuple[int, float]] = field(default_factory=list)
     sample: Sample | None = None
     score: Score = SCORES[0]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
 
     def restore(self, rows: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]]) -> None:
         """Take up what a resumed run has on record."""
@@ -74,6 +76,11 @@ class Progress:
     def tokens_per_second(self) -> float | None:
         tokens, seconds = self.metrics.get("tokens/generated"), self.metrics.get("time/step_s")
         return tokens / seconds if tokens and seconds else None
+
+    def parts(self) -> list[tuple[str, str]]:
+        """Parts of the reward whose range is known, as fields: `format`, `0.9 ↑ 0–1`."""
+        known = [name for name in self.ranges if name.count("/") == 1 and self.metrics.get(name) is not None]
+        return [(name.partition("/")[2], f"{number(self.metrics[name])} {self.ranges[name].mark}") for name in known]
 
     def phases(self) -> str:
         """`0.84 s: rollout 0.5 · train 0.25 · sync 0.03`."""
@@ -171,6 +178,8 @@ def panel(progress: Progress) -> RenderableType:
             ("length", number(m.get("length/mean"))),
             ("tokens/s", number(progress.tokens_per_second)),
         ))
+        if parts := progress.parts():
+            rows.append(_fields(*parts))
         rows.append(_fields(("step time", progress.phases())))
     if progress.sample is not None:
         rows.append(_sample(progress.sample))

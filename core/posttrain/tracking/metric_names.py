@@ -69,11 +69,29 @@ _define(
     ("reward/min", "reward", "Smallest of the same."),
     ("reward/max", "reward", "Largest of the same."),
     ("reward/<part>", "reward", "Mean of one named part of the reward, over the trajectories that have it."),
+    ("reward/<env>/mean", "reward", "Of one environment, by its label, as the lengths and counts below that name one."),
+    ("reward/<env>/std", "reward", "Standard deviation of the same (population form)."),
+    ("reward/<env>/min", "reward", "Smallest of the same."),
+    ("reward/<env>/max", "reward", "Largest of the same."),
+    ("reward/<env>/<part>", "reward", "Mean of one part of the reward of one environment."),
     ("rollout/unscorable_count", "trajectories", "Trajectories without a usable reward: in no baseline, and not trained."),
     (
         "rollout/unscorable/<cause>", "trajectories",
-        "By cause: raised, timeout, not_finite, none, wrong_type; of pairs identical, empty, too_long.",
+        "By cause: raised, timeout, died, not_finite, none, wrong_type; env_raised, agent_raised, judge_timeout and the like; "
+        "of pairs identical, empty, too_long.",
     ),
+    ("rollout/<env>/unscorable_count", "trajectories", "Trajectories of one environment without a usable reward."),
+    ("rollout/<env>/out_of_range_count", "trajectories", "Rewards outside the `reward_range` of their environment."),
+)
+_define(
+    "Prompts", "loop",
+    ("rollout/aborted_count", "prompts", "Under `arrival`, since the batch before: generated in vain; again, or dropped."),
+    (
+        "rollout/aborted/<cause>", "prompts",
+        "By cause: stale (max_off_policy_steps), timeout (generate_timeout_s), aborted (by the engine), engine (replaced).",
+    ),
+    ("rollout/dropped_count", "prompts", "Of them, those that had their three tries and were dropped for another prompt."),
+    ("data/bad_rows", "rows", "Rows passed over so far (rl.data.max_bad_rows), from the first on; up to the batch's last draw."),
 )
 _define(
     "Groups", "loop",
@@ -81,14 +99,33 @@ _define(
     ("train/uninformative_group_count", "groups", "The other groups: rewards agree, or fewer than two are usable."),
     ("train/grpo_all_zero_group_count", "groups", "Uninformative groups with every reward 0. Many: the task is too hard."),
     ("train/grpo_all_one_group_count", "groups", "Uninformative groups with every reward 1. Many: the task is too easy."),
+    ("train/dynamic_sampling_rounds", "rounds", "Rounds of prompts that the batch took, the base draw included."),
+    ("train/dynamic_sampling_shortfall", "groups", "Informative groups that lack to the quotas of all cells, with `proceed`."),
+    ("train/dynamic_sampling_extra_prompts", "prompts", "Prompts that extra rounds drew beyond the batch's own."),
     ("train/effective_batch", "trajectories", "Trajectories that trained, after uninformative groups were left out."),
+)
+_define(
+    "Filters (only those that are on)", "loop",
+    ("filter/overlong_frac", "share", "Trajectories that rl.filter_overlong took out: cut by the token limit."),
+    ("filter/gibberish_frac", "share", "Trajectories that rl.filter_gibberish took out: a rare token, where it was improbable."),
+    ("filter/repetition_frac", "share", "Trajectories that rl.filter_repetition took out: the text shrinks too well."),
 )
 _define(
     "Lengths and tokens", "loop",
     ("length/mean", "tokens", "Mean completion length (environment tokens included)."),
     ("length/min", "tokens", "Shortest completion."),
     ("length/max", "tokens", "Longest completion."),
+    ("length/<env>/mean", "tokens", "Mean completion length of one environment."),
+    ("length/<env>/min", "tokens", "Shortest of the same."),
+    ("length/<env>/max", "tokens", "Longest of the same."),
+    ("rollout/<env>/count", "trajectories", "Trajectories of one environment."),
     ("rollout/truncated_share", "share", "Trajectories that hit rollout.max_tokens instead of stopping."),
+    ("rollout/<env>/truncated_share", "share", "The same, of one environment."),
+    ("rollout/turns/mean", "turns", "Mean number of model turns of an episode; where there are several."),
+    ("rollout/turns/max", "turns", "Most of the same."),
+    ("rollout/rows", "rows", "Rows that the episodes became: one each, more where a template rewrites history."),
+    ("rollout/<env>/turns/mean", "turns", "Mean number of model turns in one environment, where there are several."),
+    ("rollout/<env>/turns/max", "turns", "Most of the same."),
     ("tokens/generated", "tokens", "Tokens that the model sampled in this step."),
 )
 _define(
@@ -108,6 +145,14 @@ _define(
     ("policy/ratio_mean", "", "Mean of the same."),
     ("policy/ratio_max", "", "Largest of the same."),
     ("policy/logprob_gap", "nats", "Mean absolute difference of the same log-probs: how far engine and trainer disagree."),
+    ("policy/logprob_gap_max", "nats", "Largest of the same."),
+)
+_define(
+    "Staleness", "loop",
+    ("staleness/mean", "batch steps", "Mean lag of trained tokens behind the version that the batch updates."),
+    ("staleness/p95", "batch steps", "95% of the trained tokens are at most that old."),
+    ("staleness/max", "batch steps", "The oldest trained token."),
+    ("staleness/oldest", "batch steps", "Mean over trajectories of their oldest trained token."),
 )
 _define(
     "Preferences", "dpo",
@@ -120,9 +165,10 @@ _define(
 )
 _define(
     "Time", "loop",
-    ("time/step_s", "s", "The whole batch step, validation and checkpoint not included."),
-    ("time/rollout_s", "s", "Generation and scoring."),
-    ("time/generate_s", "s", "Generation alone: from the first request to the engine's last completion."),
+    ("time/step_s", "s", "The whole batch step; not what the loop waited for a validation or a checkpoint after it."),
+    ("time/wall_s", "s", "Since training began, with everything; goes on where a resumed run was cut."),
+    ("time/rollout_s", "s", "Generation and scoring; under `arrival`, where batches overlap, since the batch before was there."),
+    ("time/generate_s", "s", "Generation alone: until the engine's last completion."),
     ("time/train_s", "s", "Everything in the policy."),
     ("time/pack_s", "s", "Laying out rows. A part of time/train_s, like the four below."),
     ("time/old_logprobs_s", "s", "The ahead pass: log-probs before the first of several optimizer steps."),
@@ -148,9 +194,24 @@ _define(
     ("time/hooks_s", "s", "What calls of hooks took since the last step; those of trajectory_scored run beside generation."),
 )
 _define(
+    "Evals (evals/summary.json; step 0 is before training)", "evals",
+    ("eval/<eval>/accuracy", "share", "Correct completions; those that failed or have no reward count as wrong."),
+    ("eval/<eval>/reward/mean", "reward", "Mean reward; a completion without one counts 0, or the least reward below it."),
+    ("eval/<eval>/pass@<k>", "share", "Unbiased estimate that at least one of k completions of a prompt is correct."),
+    ("eval/<eval>/pass^<k>", "share", "Unbiased estimate that all of k completions of a prompt are correct."),
+    ("eval/<eval>/prompts", "prompts", "How many were asked."),
+    ("eval/<eval>/unscorable_count", "trajectories", "Completions without a usable reward."),
+    ("eval/<eval>/length/mean", "tokens", "Mean number of tokens that the model sampled for a completion."),
+    ("eval/<eval>/truncated_share", "share", "Completions that hit the token limit instead of stopping."),
+    ("eval/<eval>/failed", "", "1 when the eval failed as a whole and has no result, else 0."),
+    ("eval/<eval>/time_s", "s", "What the eval took."),
+)
+_define(
     "Held-out validation (validation.jsonl; step 0 is before training)", "loop",
     (HELD_OUT, "reward", "Mean reward on prompts that training never draws; unscorable samples are left out."),
     ("validation/<env>/reward/mean", "reward", "The same, for one environment."),
+    ("validation/<env>/unscorable_count", "trajectories", "Its samples without a usable reward."),
+    ("validation/<env>/length/mean", "tokens", "Its mean completion length."),
     ("validation/prompts", "prompts", "How many held-out prompts."),
     ("validation/unscorable_count", "trajectories", "Samples without a usable reward."),
     ("validation/length/mean", "tokens", "Mean completion length."),

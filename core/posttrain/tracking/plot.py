@@ -8,9 +8,11 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.reward_range import Range
 from posttrain.errors import ConfigError
 from posttrain.tracking.metric_names import HELD_OUT
 from posttrain.tracking.metrics import read_metrics, read_validation
+from posttrain.tracking.ranges import read_ranges
 
 if TYPE_CHECKING:
     from posttrain.tracking.comparison import Comparison, Row
@@ -28,9 +30,28 @@ def plot(run: str | Path, out: str | Path, title: str = "") -> None:
     held_out = [r for r in read_validation(folder) if r.get(HELD_OUT) is not None]
     if not rows and not held_out:
         raise ConfigError(f"no rewards to draw in {run}", fix="give a run directory that has done at least one batch step")
-    figure = _figure(7.2, 4.0)
-    _draw(figure.subplots(), rows, held_out, title or folder.name)
+    ranges = {name: one for name, one in read_ranges(folder).items() if name.count("/") == 1 and any(name in r for r in rows)}
+    lines = math.ceil(len(ranges) / 3)
+    figure = _figure(7.2, 4.0 + 1.8 * lines)
+    above, below = figure.subfigures(2, 1, height_ratios=[4.0, 1.8 * lines]) if ranges else (figure, None)
+    _draw(above.subplots(), rows, held_out, title or folder.name)
+    if below is not None:
+        panels = list(below.subplots(lines, 3, squeeze=False).flat)
+        for panel, (name, one) in zip(panels, ranges.items(), strict=False):
+            _draw_part(panel, name.partition("/")[2], one, [(r["step"], r[name]) for r in rows if r.get(name) is not None])
+        for panel in panels[len(ranges) :]:
+            panel.set_axis_off()
     figure.savefig(out)
+
+
+def _draw_part(axes: Any, name: str, one: Range, points: list[tuple[int, float]]) -> None:
+    """A part of the reward over the steps, between its bounds."""
+    axes.plot([step for step, _ in points], [value for _, value in points], color="tab:blue", linewidth=1.0)
+    axes.set_ylim(bottom=one.min, top=one.max)
+    weight = "" if one.weight is None else f" · weight {one.weight:g}"
+    axes.set_title(f"{name} {one.mark}{weight}", fontsize=8, loc="left")
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.25)
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], held_out: list[dict[str, Any]], title: str) -> None:

@@ -4,6 +4,7 @@
     for row in read_rollouts("outputs/my-run", 12):
         print(row["completion"], row["reward"], row["advantage"])
     trajectory = to_trajectory(row)          # ids, mask, log-probs and versions as they were
+    groups = to_groups(rows)                 # the groups of the batch step, in batch order
 
 One row per trajectory, in batch order; `COLUMNS` names the columns. Held-out samples are in `validation_000012.parquet`.
 A file is written aside and renamed: a reader never sees half of one.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, DataError
 from posttrain.tracking.files import aside, superseded_name
 from posttrain.tracking.jsonl import plain
 from posttrain.types import Group, Trajectory, Turn
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 Decode = Callable[[Sequence[int]], str]
+
+ROW = "row"
+"""Key of `info` that numbers the earlier rows of a split episode, from 0; the last row of an episode has none."""
 
 COLUMNS: dict[str, str] = {
     "step": "batch step",
@@ -76,7 +80,7 @@ def write_rollouts(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [_row(step, g, t, advantages or {}, decode) for g in groups for t in g.trajectories]
+    rows = [_row(step, g, row, advantages or {}, decode) for g in groups for t in g.trajectories for row in t.rows]
     path = folder / f"{kind}_{step:06d}.parquet"
     with aside(path, durable=False) as temporary:
         pq.write_table(pa.Table.from_pylist(rows, schema=schema()), temporary, compression="zstd")
@@ -113,9 +117,10 @@ def rollout_steps(run: str | Path, kind: str = "step") -> list[int]:
 
 
 def read_rollouts(run: str | Path, step: int | None = None, kind: str = "step") -> list[dict[str, Any]]:
-    """The rows of one step (default: the last), with JSON columns parsed. Raises ConfigError naming the steps there are."""
-    import pyarrow.parquet as pq
+    """The rows of one step (default: the last), with JSON columns parsed.
 
+    Raises ConfigError naming the steps there are, DataError for a file that is damaged or lacks a column.
+    """
     files = dict(_files(Path(run) / "rollouts", kind))
     wanted = max(files, default=None) if step is None else step
     if wanted is None or wanted not in files:
@@ -126,10 +131,28 @@ def read_rollouts(run: str | Path, step: int | None = None, kind: str = "step") 
             fix="name one of those steps; tracking.rollouts_every sets how often they are written (0: never)",
             code="no_rollouts",
         )
-    rows = pq.read_table(files[wanted]).to_pylist(maps_as_pydicts="strict")
-    for row in rows:
-        for name in ("messages", "task", "info"):
-            row[name] = json.loads(row[name])
+    return _read(files[wanted])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist(maps_as_pydicts="strict")
+        for row in rows:
+            if absent := COLUMNS.keys() - row.keys():
+                raise ValueError(f"it has no column {', '.join(sorted(absent))}")
+            for name in ("messages", "task", "info"):
+                row[name] = json.loads(row[name])
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as exc:
+        raise DataError(
+            f"the rollout file {path} cannot be read",
+            cause=" ".join(f"{type(exc).__name__}: {exc}".split()),
+            fix="bring back the file that the run wrote, or name another step",
+            code="rollouts_damaged",
+        ) from exc
     return rows
 
 
@@ -138,6 +161,32 @@ def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
     fields = ("prompt_ids", "token_ids", "mask", "rollout_logprobs", "weight_versions", "finish_reason", "reward", "reward_parts",
               "group_id", "sample_id", "env", "messages", "info")
     return Trajectory(**{name: row[name] for name in fields}, turns=[Turn(**turn) for turn in row["turns"]])
+
+
+def to_groups(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """The groups that rows were written from, in batch order; a group's rows stand together.
+
+    Raises DataError for a row whose lists of tokens disagree in length.
+    """
+    groups: list[Group] = []
+    earlier: list[Trajectory] = []
+    for row in rows:
+        if not groups or groups[-1].group_id != row["group_id"]:
+            groups.append(Group(row["group_id"], row["task"], []))
+        try:
+            earlier.append(to_trajectory(row))
+        except (TypeError, ValueError) as exc:
+            raise DataError(
+                f"the recorded trajectory {row['sample_id']!r} of step {row['step']} is damaged",
+                cause=str(exc),
+                fix="bring back the file that the run wrote, or name another step",
+                code="rollouts_damaged",
+            ) from exc
+        if ROW not in earlier[-1].info:
+            *before, last = earlier
+            last.earlier, earlier = before, []
+            groups[-1].trajectories.append(last)
+    return groups
 
 
 def supersede_after(run: str | Path, step: int) -> int:

@@ -31,6 +31,8 @@ class Summary:
     generated_tokens: int
     score: Score = SCORES[0]
     held_out_accuracy: tuple[float, float] | None = None
+    ahead: bool = False
+    """Whether generation and training ran side by side."""
 
     def lines(self) -> list[str]:
         """The summary as the lines that a person reads."""
@@ -45,10 +47,14 @@ class Summary:
             out.append(f"  training {name}   {number(self.reward_first)} at the start → {number(self.reward_last)} at the end")
         if total:
             split = {k: v for k, v in self.seconds.items() if k not in ("step", "validation") and (v or self.generated_tokens)}
-            split["other"] = max(total - sum(split.values()), 0.0)
-            shares = " · ".join(f"{name} {value / total:.0%}" for name, value in split.items())
+            if not self.ahead:
+                split["other"] = max(total - sum(split.values()), 0.0)
+            whole = max(total, *split.values())  # generation goes on where no step counts, while a checkpoint is copied
+            shares = [f"{name} {value / whole:.0%}" for name, value in split.items()]
+            if self.ahead:
+                shares[:2] = [f"{shares[0]} and {shares[1]}, side by side"]
             speed = f" · {number(self.generated_tokens / total)} tokens/s" if self.generated_tokens else ""
-            out.append(f"  time              {shares}{speed}")
+            out.append(f"  time              {' · '.join(shares)}{speed}")
         out += [f"  run               {near(self.run)}", f"  look at samples   posttrain show {near(self.run)}"]
         return out
 
@@ -75,6 +81,7 @@ def summarise(run: Path, total_steps: int, outcome: str = "Done") -> Summary:
         generated_tokens=int(_total(rows, "tokens/generated")),
         score=score,
         held_out_accuracy=(accuracies[0], accuracies[-1]) if len(accuracies) > 1 else None,
+        ahead=any(row.get("staleness/max") for row in rows),
     )
 
 

@@ -18,10 +18,12 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.reward_range import Range, by_metric
 from posttrain.tracking.display import Display, Sample
 from posttrain.tracking.events import Events, OpenSpan
 from posttrain.tracking.logs import RoleLogs
 from posttrain.tracking.metrics import MetricsWriter, read_metrics, read_validation, truncate_after
+from posttrain.tracking.ranges import write_ranges
 from posttrain.tracking.rollouts import Decode, supersede_after, write_rollouts
 from posttrain.tracking.summary import Summary, summarise, zero_start_advice
 from posttrain.tracking.text import number
@@ -49,7 +51,9 @@ class Tracker:
         self.run_dir, self.config, self.total_steps, self.decode = run_dir, config, total_steps, decode
         self.events = Events(run_dir.events)
         self.display = Display(config.display, total_steps, console)
-        self.display.progress.restore(read_metrics(run_dir.path), read_validation(run_dir.path))
+        validated = read_validation(run_dir.path)
+        self.display.progress.restore(read_metrics(run_dir.path), validated)
+        self._validated = {int(row["step"]) for row in validated}
         self._metrics = MetricsWriter(run_dir.metrics)
         self._validation = MetricsWriter(run_dir.validation)
         self._logs = RoleLogs(run_dir.logs)
@@ -60,6 +64,11 @@ class Tracker:
         """Begin to show progress."""
         self.events.instant("loop", "start", total_steps=self.total_steps)
         self.display.start()
+
+    def declare(self, metrics: Mapping[str, Mapping[str, Range]]) -> None:
+        """Take up how parts of rewards are shown, by environment and part, and write it beside the metrics."""
+        self.display.progress.ranges = ranges = by_metric(metrics)
+        write_ranges(self.run_dir.path, ranges)
 
     def note(self, text: str) -> None:
         """Say one line now, and keep it in the events and in the log."""
@@ -97,11 +106,16 @@ class Tracker:
     def validation(self, step: int, metrics: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
         """Record a held-out validation after batch step `step` (0: before the first)."""
         self._validation.write(step, metrics)
+        self._validated.add(step)
         if groups and self.config.rollouts_every:
             write_rollouts(self.run_dir.rollouts, step, groups, decode=self.decode, kind="validation")
         self.display.validation(step, metrics)
         if step == 0:
             self._before = metrics
+
+    def has_validation(self, step: int) -> bool:
+        """Whether the held-out validation after batch step `step` is recorded, also by a run that this one resumes."""
+        return step in self._validated
 
     def finish(self, outcome: str = "Done") -> Summary:
         """Stop the display, print the summary and return it."""
@@ -140,14 +154,15 @@ class Tracker:
         return Sample(title, self.decode(best.prompt_ids), self.decode(best.token_ids))
 
 
-def cut_after(run_dir: RunDir, step: int) -> dict[str, int]:
+def cut_after(run_dir: RunDir, step: int, *, validated: int | None = None) -> dict[str, int]:
     """Before a resume from the checkpoint of `step`: put aside, as `*.superseded`, what was recorded past it.
 
-    Call it before a Tracker opens the files. Returns how many rows and files were moved.
+    validated: the last validation that stays, default `step`. Call it before a Tracker opens the files. Returns how many rows
+    and files were moved.
     """
     return {
         "metrics": truncate_after(run_dir.metrics, step),
-        "validation": truncate_after(run_dir.validation, step),
+        "validation": truncate_after(run_dir.validation, step if validated is None else validated),
         "rollouts": supersede_after(run_dir.path, step),
     }
 

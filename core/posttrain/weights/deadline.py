@@ -7,17 +7,32 @@ work that it cancels. Neither may be trusted with a pull from a peer that has st
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+PROGRESS_S = 0.05
+"""How often `moving` looks."""
+
+END_S = 5.0
+"""For how long the end of the interpreter waits for threads that work."""
+
+_working: set[threading.Thread] = set()
+
 
 def start_thread(work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread; whatever it raises ends up in the future. Cancelling the future does not stop the thread."""
+    """Run `work` in a daemon thread; whatever it raises ends up in the future. Cancelling the future does not stop the thread.
+
+    A loop of simulated time brings its own `start_thread`, which is asked instead.
+    """
     loop = asyncio.get_running_loop()
+    if (simulated := getattr(loop, "start_thread", None)) is not None:
+        return simulated(work, *args)  # type: ignore[no-any-return]
     future: asyncio.Future[Any] = loop.create_future()
     future.add_done_callback(_ask)
 
@@ -38,9 +53,29 @@ def start_thread(work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
             failure = exc
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is waiting any more
             loop.call_soon_threadsafe(settle, result, failure)
+        _working.discard(threading.current_thread())
 
-    threading.Thread(target=run, name=f"posttrain-{getattr(work, '__name__', 'work')}", daemon=True).start()
+    thread = threading.Thread(target=run, name=f"posttrain-{getattr(work, '__name__', 'work')}", daemon=True)
+    _working.add(thread)
+    thread.start()
     return future
+
+
+def still_working(timeout: float = 0.0) -> list[threading.Thread]:
+    """The threads that are at work, after at most `timeout` seconds for them to end.
+
+    A daemon thread that comes back from torch while the interpreter is ending aborts the process (the end of a thread may not
+    unwind C++), so the end waits for them a little; whoever must have an exit code of its own leaves with `os._exit` after that.
+    """
+    end = time.monotonic() + timeout
+    for thread in list(_working):
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread for thread in list(_working) if thread.is_alive()]
+
+
+@atexit.register
+def at_exit() -> None:
+    still_working(END_S)
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
@@ -60,6 +95,22 @@ async def within(work: Awaitable[T], timeout: float) -> T:
         abandon(task)
         raise TimeoutError
     return task.result()
+
+
+async def moving(work: Awaitable[T], at: Callable[[], int | None]) -> AsyncIterator[int | T]:
+    """Where `work` is, whenever that has changed, and its result at last, if it has one: for whoever is far away, to know where
+    it died. Raises what it raised; to close the iterator cancels it."""
+    task, last = asyncio.ensure_future(work), None
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=PROGRESS_S)
+            if (now := at()) is not None and now != last:
+                last = now
+                yield now
+        if (result := await task) is not None:
+            yield result
+    finally:
+        task.cancel()
 
 
 def abandon(task: asyncio.Future[Any]) -> None:

@@ -68,7 +68,7 @@ class Lane:
         self._staged.clear()
 
     def stage(self, epoch: int, bucket: int) -> bool:
-        """Bucket `bucket` of update `epoch` lies verified in staging. False: late or repeated, ignored."""
+        """Bucket `bucket` of update `epoch` lies digested in staging. False: late or repeated, ignored."""
         if self.state not in ("open", "staging") or epoch != self.epoch or bucket in self._staged:
             return False
         if self.plan is None or not 0 <= bucket < len(self.plan.buckets):
@@ -78,7 +78,7 @@ class Lane:
         return True
 
     def vote(self, epoch: int) -> None:
-        """Say that everything is staged. Raises WeightSyncError naming what is not."""
+        """Say that everything is staged and proved. Raises WeightSyncError naming what is not."""
         self._expect(epoch, "staging")
         assert self.plan is not None
         absent = [b for b in self.plan.buckets if b.index not in self._staged]

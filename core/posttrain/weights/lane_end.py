@@ -22,7 +22,10 @@ class LaneEnd(Protocol):
     def at(self) -> int | None: ...
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
-        """Phase 1: pull and verify every bucket while the engine generates."""
+        """Phase 1: pull every bucket, and digest it, while the engine generates."""
+
+    async def prove(self, digests: Sequence[str]) -> None:
+        """Vote: what is staged has the publisher's digests, one for each bucket of the plan."""
 
     async def commit(self, *, timeout: float) -> None:
         """Phase 2: bring the engine to what is staged."""

@@ -23,7 +23,7 @@ from posttrain.weights.deadline import abandon, in_thread, within
 from posttrain.weights.failure import PeerFailure, Phase, as_failure, bounded, first
 from posttrain.weights.lane_end import LaneEnd
 from posttrain.weights.memory import shared_folder, sweep
-from posttrain.weights.publication import Publication, PublicationPool, whole
+from posttrain.weights.publication import Publication, PublicationPool, complete_digests, whole
 from posttrain.weights.publisher import LocalPublisher, Publisher
 from posttrain.weights.receiver import Receiver
 
@@ -40,6 +40,10 @@ T = TypeVar("T")
 Source = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
 """The policy's parameters: Hugging Face names, tied duplicates omitted, always in the same order. Cast to the engine's dtype
 while they are copied; give them as they are."""
+
+
+Digesting = asyncio.Future[tuple[str, ...]]
+"""The digests of a publication, which are made while lanes pull."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,23 @@ class WeightPlane:
         try:
             return await self.deliver(update)
         except PeerFailure as exc:
-            if self.config.on_failure != "rebuild_and_retry" or exc.phase != "stage":
+            if not self.may_publish_again(exc):
                 raise
-        # no lane could read what is published; nobody has it, and the weights are still the same: publish it again
+        return await self.deliver(await self.publish_again(version))
+
+    def may_publish_again(self, failure: PeerFailure) -> bool:
+        """Whether a delivery failed because what is published could not be read or proved, and `weights.on_failure` has it
+        healed."""
+        return self.config.on_failure == "rebuild_and_retry" and failure.phase in ("publish", "stage")
+
+    async def publish_again(self, version: int) -> Update:
+        """Take back a publication that nobody has, and snapshot the weights anew: they must still be those of `version`."""
         await self._of_policy(self.publisher.retract(version), f"publication {version} was not taken back")
-        return await self.deliver(await self.publish(version))
+        return await self.publish(version)
 
     async def publish(self, version: int) -> Update:
-        """Snapshot the current weights, and what a canary needs of them. When this returns, training may go on."""
+        """Snapshot the current weights, and what a canary needs of them. When this returns, training may go on: its next
+        optimizer step waits until the publication is digested, see `PublicationPool.settle`."""
         began = time.perf_counter()
         publication = await self._publish(version)
         metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
@@ -115,10 +128,12 @@ class WeightPlane:
         version = publication.version
         async with self._busy:
             await self._of_policy(self.publisher.hold(version), f"publication {version} was not held")
+            digests = asyncio.ensure_future(self._digests(publication))
             try:
-                await self._phase("time/stage_s", metrics, self._stage(publication))
-                await self._phase("time/apply_s", metrics, self._commit(publication))
+                await self._phase("time/stage_s", metrics, self._stage(publication, digests))
+                await self._phase("time/apply_s", metrics, self._commit(publication, digests))
             finally:
+                abandon(digests)
                 with contextlib.suppress(Exception):  # a rank that died holds nothing; what happened to it is said elsewhere
                     await within(self.publisher.release(version), self.config.abort_timeout_s)
             self.version, self._commits = version, self._commits + 1
@@ -148,15 +163,22 @@ class WeightPlane:
         limit = self.config.stage_timeout_s + self.config.abort_timeout_s  # its ranks have the shorter one
         return await self._of_policy(self.publisher.publish(version), f"publication {version} was not made", timeout=limit)
 
-    async def _stage(self, publication: Publication) -> None:
+    async def _digests(self, publication: Publication) -> tuple[str, ...]:
+        limit = self.config.stage_timeout_s + self.config.abort_timeout_s
+        found = await self._of_policy(
+            self.publisher.digests(publication.version), f"publication {publication.version} was not digested", timeout=limit
+        )
+        return complete_digests(publication, found)
+
+    async def _stage(self, publication: Publication, digests: Digesting) -> None:
         """Until every lane that is left has voted. Lanes that were told to stop stage again."""
         lanes, failures, attempts = list(self.lanes), dict[LaneEnd, PeerFailure](), 1
-        while failure := await self._stage_all(publication, lanes):
+        while failure := await self._stage_all(publication, digests, lanes):
             failed, origin, answered = failure
             if self.config.on_failure == "drop_lane" and len(lanes) > 1 and not _of_publisher(origin):
                 lanes.remove(failed)
                 failures[failed] = origin
-            elif self.config.on_failure == "rebuild_and_retry" and attempts == 1:
+            elif self.config.on_failure == "rebuild_and_retry" and attempts == 1 and origin.phase == "stage":
                 attempts += 1
                 for lane in [lane for lane in self.lanes if lane.name not in answered]:
                     await self._rebuild(lane)
@@ -166,15 +188,14 @@ class WeightPlane:
             await self._drop(failures)
 
     async def _stage_all(
-        self, publication: Publication, lanes: Sequence[LaneEnd]
+        self, publication: Publication, digests: Digesting, lanes: Sequence[LaneEnd]
     ) -> tuple[LaneEnd, PeerFailure, set[str]] | None:
         """These lanes side by side; the first failure ends the others. Returns it, and who acknowledged the end."""
-        timeout = self.config.stage_timeout_s
         gate = asyncio.Semaphore(self.config.max_concurrent_lanes or len(lanes))
 
         async def stage(lane: LaneEnd) -> None:
             async with gate:
-                await self._of_lane(lane, "stage", lane.stage(publication, timeout=timeout), timeout)
+                await self._stage_one(lane, publication, digests)
 
         tasks = {asyncio.ensure_future(stage(lane)): lane for lane in lanes}
         answered: set[str] = set()
@@ -195,6 +216,11 @@ class WeightPlane:
         failed = next(lane for task, lane in tasks.items() if task in done and _failures([task]) == [origin])
         return failed, origin, answered
 
+    async def _stage_one(self, lane: LaneEnd, publication: Publication, digests: Digesting) -> None:
+        timeout = self.config.stage_timeout_s
+        await self._of_lane(lane, "stage", lane.stage(publication, timeout=timeout), timeout)
+        await self._of_lane(lane, "stage", lane.prove(await asyncio.shield(digests)))
+
     async def _stop(self, lanes: Iterable[LaneEnd], cause: str) -> set[str]:
         """Abort lanes; the names of those that acknowledged it in time."""
         told = {asyncio.ensure_future(lane.abort(cause)): lane for lane in lanes}
@@ -203,12 +229,12 @@ class WeightPlane:
             abandon(task)
         return {told[task].name for task in done if not task.cancelled() and task.exception() is None}
 
-    async def _commit(self, publication: Publication) -> None:
+    async def _commit(self, publication: Publication, digests: Digesting) -> None:
         """All lanes apply; each ends what it has begun, because a stopped one would be a mixture."""
         failures = await self._commit_all()
         if failures and self.config.on_failure == "rebuild_and_retry":
             for lane in failures:
-                await self._rebuild_to(lane, publication)
+                await self._rebuild_to(lane, publication, digests)
         elif failures and self.config.on_failure == "drop_lane":
             await self._drop(failures)
         elif failures:
@@ -229,11 +255,11 @@ class WeightPlane:
             await self._stop(failures, f"it did not answer: {origin.message}")  # one that failed by itself has nothing to stop
         return failures
 
-    async def _rebuild_to(self, lane: LaneEnd, publication: Publication) -> None:
+    async def _rebuild_to(self, lane: LaneEnd, publication: Publication, digests: Digesting) -> None:
         """A new engine, brought to what the other lanes have committed."""
         try:
             await self._rebuild(lane)
-            await self._of_lane(lane, "stage", lane.stage(publication, timeout=self.config.stage_timeout_s))
+            await self._stage_one(lane, publication, digests)
             await self._of_lane(lane, "apply", lane.commit(timeout=self.config.apply_timeout_s))
         except PeerFailure as exc:
             exc.phase = "apply"

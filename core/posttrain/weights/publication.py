@@ -2,20 +2,24 @@
 
 A publication is frozen while a lane holds it; training goes on meanwhile. With both slots taken, the next publication replaces
 one that nobody has pulled yet; when both are held it is refused. The second slot is only allocated when it is first needed.
+
+What proves a publication are digests of the policy's own memory, cast anew where it was cast into the slot, and not of the slot:
+so a copy that went wrong, or a slot that was overwritten, is found. They are made after the copy, while lanes pull already, and
+until then the policy's memory must not change: `settle` waits for them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
-import xxhash
 
 from posttrain.errors import WeightSyncError
+from posttrain.weights.digest import Digests, Part
 from posttrain.weights.failure import PeerFailure, first_exception, out_of_memory_fix
 from posttrain.weights.memory import Region
 from posttrain.weights.plan import Bucket, BucketPlan, ParameterSpec, Piece, Shards, plan_buckets
@@ -38,8 +42,21 @@ class LocalWeight:
 
     def spec(self, dtype: str | None) -> ParameterSpec:
         """As it travels: floating values in `dtype` (None: their own)."""
-        own = str(self.values.dtype).removeprefix("torch.")
+        own = _name(self.values.dtype)
         return ParameterSpec(self.name, dtype if dtype and self.values.is_floating_point() else own, tuple(self.shape))
+
+
+_NOTHING = LocalWeight("nothing", (0,), 0, torch.empty(0))
+"""What a stream that ended too early has next."""
+
+LocalSource = Callable[[], Iterable[LocalWeight]]
+"""What a policy rank holds now: every parameter in the same order, its own elements, tied duplicates omitted. Given in the
+dtype that they are stored in; the pool casts them while it copies."""
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[LocalWeight]:
@@ -52,19 +69,22 @@ def whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[LocalWeight]:
 class Publication:
     """What lanes need to pull: plain data. A policy rank makes a part of it, `merge_publications` the whole.
 
-    digests   one for each bucket of the plan, "" where another rank holds it     handles   policy rank → where its slot is
+    handles   policy rank → where its slot is
     """
 
     version: int
     plan: BucketPlan
-    digests: tuple[str, ...]
     handles: dict[int, Handle]
+
+
+Digested = Mapping[int, str]
+"""bucket → digest"""
 
 
 def merge_publications(parts: Sequence[Publication]) -> Publication:
     """One publication of what each policy rank published. Raises WeightSyncError naming the rank that does not fit the others."""
     first, rest = parts[0], parts[1:]
-    digests, handles = list(first.digests), dict(first.handles)
+    handles = dict(first.handles)
     for part in rest:
         rank, other = min(part.handles), min(first.handles)
         if part.version != first.version:
@@ -77,28 +97,45 @@ def merge_publications(parts: Sequence[Publication]) -> Publication:
                 f"policy rank {rank} cut its weights by another plan than rank {other}",
                 "the ranks hold other parameters, or another order of them", rank,
             )  # fmt: skip
-        digests = [mine or theirs for mine, theirs in zip(digests, part.digests, strict=True)]
         handles |= part.handles
-    absent = [b for b in first.plan.buckets if not digests[b.index] or b.rank not in handles]
+    whole = Publication(first.version, first.plan, handles)
+    _all_there(whole, [b for b in first.plan.buckets if b.rank not in handles], "bucket")
+    return whole
+
+
+def complete_digests(publication: Publication, found: Digested) -> tuple[str, ...]:
+    """One digest for each bucket of the plan. Raises WeightSyncError naming the rank that did not make one."""
+    _all_there(publication, [b for b in publication.plan.buckets if not found.get(b.index)], "the digest of bucket")
+    return tuple(found[b.index] for b in publication.plan.buckets)
+
+
+def _all_there(publication: Publication, absent: Sequence[Bucket], what: str) -> None:
     if absent:
         bucket, more = absent[0], f" and {len(absent) - 1} more" if absent[1:] else ""
         raise _unfit(
-            f"publication {first.version} lacks bucket {bucket.index} of policy rank {bucket.rank} "
+            f"publication {publication.version} lacks {what} {bucket.index} of policy rank {bucket.rank} "
             f"({bucket.pieces[0].name} …){more}",
             "the rank did not publish everything that the plan wants from it", bucket.rank, bucket.index,
         )  # fmt: skip
-    return Publication(first.version, first.plan, tuple(digests), handles)
 
 
 def _unfit(message: str, cause: str, rank: int, bucket: int | None = None) -> PeerFailure:
     return PeerFailure(message, peer=f"policy rank {rank}", phase="publish", bucket=bucket, cause=cause)
 
 
+Place = tuple[int, Piece, torch.Tensor]
+"""The bucket of a piece, the piece, and where it is to lie: a view of the slot in the dtype that travels."""
+
+
 @dataclass
 class _Slot:
+    """places: of the pieces of each parameter."""
+
     region: Region
     handle: Handle
+    places: dict[str, list[Place]]
     publication: Publication | None = None
+    digests: Digests = field(default_factory=lambda: Digests(()))
     holders: int = 0
     pulled: bool = field(default=False)
 
@@ -134,12 +171,18 @@ class PublicationPool:
         return self.plan
 
     def publish(self, version: int, weights: Iterable[LocalWeight]) -> Publication:
-        """Snapshot this rank's share of `weights` (in plan order) as `version`; copies, so the caller may go on training.
+        """Snapshot this rank's share of `weights` (in plan order) as `version`; copies, so the caller may go on, and change the
+        weights after `settle`.
 
         Raises WeightSyncError when the version does not advance, both slots are held, or the stream is not the plan's.
         """
         if self.plan is None:
             raise WeightSyncError(f"{self.peer}: publish before plan_for")
+        self.begin(version)
+        return self.write(version, lambda: weights)
+
+    def begin(self, version: int) -> None:
+        """`write` follows, perhaps in a thread that has yet to start: from now on `retract` finds what it has to stop."""
         if version <= self.version:
             raise WeightSyncError(
                 f"{self.peer}: publication {version} does not advance past {self.version}", cause="versions are monotonic"
@@ -148,18 +191,35 @@ class PublicationPool:
             if not self._idle.is_set():
                 raise WeightSyncError(f"{self.peer}: the publication before {version} is still being written")
             self._idle.clear()
-        try:
             self._unwanted = self.at = None
+
+    def write(self, version: int, source: LocalSource) -> Publication:
+        """The publication that has begun; the first makes the plan. Raises as `publish` does."""
+        try:
+            plan = self.plan or self.plan_for(source())
             slot = self._take_slot()
             slot.handle = self._transport.renew(slot.handle)
-            digests = self._fill(slot.region.buffer, version, weights)
-            publication = Publication(version, self.plan, digests, {self.rank: slot.handle})
+            parts = list(self._copied(slot, version, source()))
+            publication = Publication(version, plan, {self.rank: slot.handle})
             with self._state:
                 self._go_on(version)
-                slot.publication, self.version = publication, version
+                slot.publication, slot.digests, self.version = publication, Digests(parts), version
             return publication
         finally:
             self._idle.set()
+
+    def digests(self, version: int) -> Digested:
+        """Of this rank's buckets of `version`. Blocks until they are made, by this call or another."""
+        with self._state:
+            digests = self._slot_of(version).digests
+        return digests.found()
+
+    def settle(self) -> None:
+        """Return when nobody reads the weights that were published: call it before they change."""
+        with self._state:
+            every = [slot.digests for slot in self._slots if slot.publication is not None]
+        for digests in every:
+            digests.settle()
 
     def retract(self, version: int, *, timeout: float = 0.0) -> None:
         """Take back `version`, which nobody was told of: its slot is free again, and one that is being written stops.
@@ -190,56 +250,39 @@ class PublicationPool:
         self._slots.clear()
         self._transport.close()
 
-    def _fill(self, buffer: torch.Tensor, version: int, weights: Iterable[LocalWeight]) -> tuple[str, ...]:
-        """Copy each bucket, and digest it in another thread while the next one is copied. Returns the digests."""
+    def _copied(self, slot: _Slot, version: int, weights: Iterable[LocalWeight]) -> Iterator[Part]:
+        """Copy the stream; yields each piece of this rank, of whose digest the proof is, once it is copied."""
         assert self.plan is not None
-        digests: dict[int, Future[str]] = {}
-        with ThreadPoolExecutor(1, "posttrain-digest") as digesting:
-            for bucket in self._copied(buffer, version, weights):
-                ranges = [(p.source, p.nbytes) for p in bucket.pieces]
-                digests[bucket.index] = digesting.submit(bucket_digest, buffer, ranges)
-        return tuple(digests[b.index].result() if b.index in digests else "" for b in self.plan.buckets)
-
-    def _copied(self, buffer: torch.Tensor, version: int, weights: Iterable[LocalWeight]) -> Iterator[Bucket]:
-        """Copy the stream; yields each bucket of this rank as soon as it is complete."""
-        assert self.plan is not None
-        mine: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
-        for bucket in self.plan.buckets:
-            if bucket.rank == self.rank:
-                for piece in bucket.pieces:
-                    mine[piece.name].append((bucket.index, piece))
         stream = iter(weights)
         for spec in self.plan.parameters:
-            weight = next(stream, LocalWeight("nothing", (0,), 0, torch.empty(0)))
+            weight = next(stream, _NOTHING)
             if weight.spec(self._dtype) != spec:
                 raise self._changed(weight, spec)
-            if spec.name in mine:
-                weight = LocalWeight(weight.name, weight.shape, weight.start, weight.values.reshape(-1))
-            for index, piece in mine.get(spec.name, ()):
+            for index, piece, place in slot.places.get(spec.name, ()):
                 self._go_on(version)
                 self.at = index
                 try:
-                    self._write(buffer, piece, weight, spec)
+                    yield index, self._write(place, piece, weight), place.dtype
                 except Exception as exc:
                     raise self._not_written(version, index, spec.name, exc) from exc
-                if piece is self.plan.buckets[index].pieces[-1]:
-                    yield self.plan.buckets[index]
         extra = next(stream, None)
         if extra is not None:
             raise WeightSyncError(
                 f"{self.peer} published {extra.name}, which is not in the plan", cause="its parameters changed after the plan"
             )
 
-    def _write(self, buffer: torch.Tensor, piece: Piece, weight: LocalWeight, spec: ParameterSpec) -> None:
+    def _write(self, place: torch.Tensor, piece: Piece, weight: LocalWeight) -> torch.Tensor:
+        """Copy a piece to its place in the slot. Returns the policy's own values."""
         begin, end = piece.start - weight.start, piece.stop - weight.start
         if begin < 0 or end > weight.values.numel():
             held = f"[{weight.start}, {weight.start + weight.values.numel()})"
             raise WeightSyncError(
-                f"{self.peer} holds elements {held} of {spec.name}, the plan wants [{piece.start}, {piece.stop}) from it",
+                f"{self.peer} holds elements {held} of {piece.name}, the plan wants [{piece.start}, {piece.stop}) from it",
                 cause="the plan's shards are not how the policy is sharded",
             )
-        target = buffer[piece.source : piece.source + piece.nbytes].view(getattr(torch, spec.dtype))
-        target.copy_(weight.values[begin:end])
+        values = weight.values.detach().reshape(-1)[begin:end]
+        place.copy_(values)
+        return values
 
     def _go_on(self, version: int) -> None:
         if version == self._unwanted:
@@ -281,10 +324,21 @@ class PublicationPool:
                 slot.publication, slot.pulled = None, False
                 return slot
         region, handle = self._transport.allocate(self.plan.slot_bytes(self.rank))  # not under the lock: it may take long
-        slot = _Slot(region, handle)
+        slot = _Slot(region, handle, self._places(region.buffer))
         with self._state:
             self._slots.append(slot)
         return slot
+
+    def _places(self, buffer: torch.Tensor) -> dict[str, list[Place]]:
+        assert self.plan is not None
+        places: dict[str, list[Place]] = defaultdict(list)
+        dtypes = {spec.name: getattr(torch, spec.dtype) for spec in self.plan.parameters}
+        for bucket in self.plan.buckets:
+            if bucket.rank == self.rank:
+                for piece in bucket.pieces:
+                    place = buffer[piece.source : piece.source + piece.nbytes].view(dtypes[piece.name])
+                    places[piece.name].append((bucket.index, piece, place))
+        return dict(places)
 
     def _free_slot(self) -> _Slot | None:
         """An empty slot, None where a new one is to be made, else the older of the free ones, one that was never pulled last."""
@@ -300,13 +354,3 @@ class PublicationPool:
         raise WeightSyncError(
             f"{self.peer}: publications {versions} are both still being pulled", cause="a lane is slower than the trainer"
         )
-
-
-def bucket_digest(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> str:
-    """Digest of `(offset, nbytes)` ranges of a uint8 buffer, in order; of one on a GPU once it is written. Detects corruption,
-    not malice."""
-    digest = xxhash.xxh3_128()
-    for offset, nbytes in ranges:
-        part = buffer[offset : offset + nbytes].cpu()  # host memory is not copied; a copy waits for what a GPU still writes
-        digest.update(memoryview(part.numpy()))  # type: ignore[arg-type]
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The driver's view of whoever holds the policy's weights: publish a version, keep it while lanes pull, give it back.
+"""The driver's view of whoever holds the policy's weights: publish a version, prove it, keep it while lanes pull, give it back.
 
 One process: `LocalPublisher`. A sharded policy: `GroupPublisher` over one end for each rank; each rank copies its own shards
 into its own slots, and their parts make one publication. Nothing is gathered, and the ranks do not wait for each other.
@@ -7,17 +7,14 @@ into its own slots, and their parts make one publication. Nothing is gathered, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 from posttrain.weights.deadline import abandon, in_thread, start_thread, within
 from posttrain.weights.failure import PeerFailure, as_failure, first
-from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, merge_publications
+from posttrain.weights.publication import Digested, LocalSource, Publication, PublicationPool, merge_publications
 
-LocalSource = Callable[[], Iterable[LocalWeight]]
-"""What a policy rank holds now: every parameter in the same order, its own elements, tied duplicates omitted. Given in the
-dtype that they are stored in; the pool casts them while it copies."""
-
+T = TypeVar("T")
 
 TIMEOUT_S = 120.0
 """Default deadline of one publication (`weights.stage_timeout_s`)."""
@@ -30,7 +27,11 @@ class Publisher(Protocol):
     """Publications are immutable from `publish` until they are released (held) or replaced (never held)."""
 
     async def publish(self, version: int) -> Publication:
-        """Snapshot the current weights. They may change as soon as this has returned. What fails leaves nothing of `version`."""
+        """Snapshot the current weights. When this returns lanes may pull; the weights may change after `PublicationPool.settle`,
+        which whoever changes them calls. What fails leaves nothing of `version`."""
+
+    async def digests(self, version: int) -> Digested:
+        """What lanes prove it by, which is made while they pull."""
 
     async def hold(self, version: int) -> None:
         """Lanes pull `version`: it stays as it is until `release`."""
@@ -56,7 +57,7 @@ class RankEnd(Publisher, Protocol):
 
 
 class LocalPublisher:
-    """A pool of this process and where its weights come from; copies run in a thread of their own, until `timeout_s`."""
+    """A pool of this process and where its weights come from; copies and digests run in threads, each until `timeout_s`."""
 
     def __init__(self, pool: PublicationPool, source: LocalSource, *, timeout_s: float = TIMEOUT_S) -> None:
         self.pool, self._source, self.name, self.timeout_s = pool, source, pool.peer, timeout_s
@@ -67,23 +68,31 @@ class LocalPublisher:
 
     async def publish(self, version: int) -> Publication:
         try:
-            return await within(start_thread(self._publish, version), self.timeout_s)
+            self.pool.begin(version)  # here, not in the thread: a retraction may come before the thread has run
+            publication = await within(start_thread(self._publish, version), self.timeout_s)
         except TimeoutError as exc:
             self.pool.retract(version)
             raise self._late(version) from exc
         except asyncio.CancelledError:
             self.pool.retract(version)
             raise
+        start_thread(self.pool.settle)  # lanes will ask, and the next step of the optimizer must not wait
+        return publication
 
     def _publish(self, version: int) -> Publication:
-        self.pool.plan_for(self._source())
-        return self.pool.publish(version, self._source())
+        return self.pool.write(version, self._source)
 
-    def _late(self, version: int) -> PeerFailure:
+    async def digests(self, version: int) -> Digested:
+        try:
+            return await within(start_thread(self.pool.digests, version), self.timeout_s)
+        except TimeoutError as exc:
+            raise self._late(version, "digested") from exc
+
+    def _late(self, version: int, done: str = "written") -> PeerFailure:
         at = "no bucket" if self.at is None else f"bucket {self.at}"
         return PeerFailure(
-            f"{self.name}: publication {version} was not written within {self.timeout_s:.3g} s", peer=self.name, phase="publish",
-            bucket=self.at, cause=f"{at} was the last to be begun", fix="raise weights.stage_timeout_s", code="deadline",
+            f"{self.name}: publication {version} was not {done} within {self.timeout_s:.3g} s", peer=self.name, phase="publish",
+            bucket=self.at, cause=f"{at} was the last to be written", fix="raise weights.stage_timeout_s", code="deadline",
         )  # fmt: skip
 
     async def retract(self, version: int) -> None:
@@ -122,6 +131,12 @@ class GroupPublisher:
                 abandon(stop)
             raise
 
+    async def digests(self, version: int) -> Digested:
+        found: dict[int, str] = {}
+        for part in await self._all(lambda rank: rank.digests(version), "digest"):
+            found |= part
+        return found
+
     async def hold(self, version: int) -> None:
         await self._all(lambda rank: rank.hold(version))
 
@@ -134,12 +149,13 @@ class GroupPublisher:
     async def close(self) -> None:
         await self._all(lambda rank: rank.close())
 
-    async def _all(self, call: Callable[[RankEnd], Coroutine[Any, Any, None]]) -> None:
+    async def _all(self, call: Callable[[RankEnd], Coroutine[Any, Any, T]], what: str = "answer") -> list[T]:
         """On every rank, also when one fails; then raises the first failure."""
         results = await asyncio.gather(*(call(rank) for rank in self.ranks), return_exceptions=True)
         for rank, result in zip(self.ranks, results, strict=True):
             if isinstance(result, Exception):
-                raise as_failure(result, peer=rank.name, phase="publish", message=f"{rank.name} did not answer")
+                raise as_failure(result, peer=rank.name, phase="publish", message=f"{rank.name} did not {what}")
+        return cast("list[T]", results)
 
 
 def _failed(task: asyncio.Future[Publication]) -> bool:

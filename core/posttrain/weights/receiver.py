@@ -1,36 +1,54 @@
 """One rollout body's receiving end: it pulls a publication into its own staging memory, proves it, and hands it to its engine.
 
-Phase 1 (`stage`) touches no engine. Phase 2 (`commit`) pauses it, applies, and lets it go on; what fails there leaves the lane
-invalid. Staging is one copy of the weights, reused from update to update, and dropped with its transport when a pull is overdue:
-whoever still writes to it writes to memory that nobody reads.
+Phase 1 (`stage`, `prove`) touches no engine. Phase 2 (`commit`) pauses it, applies, and lets it go on; what fails there leaves
+the lane invalid. Staging is one copy of the weights, reused from update to update, and dropped with its transport when a pull is
+overdue: whoever still writes to it writes to memory that nobody reads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.deadline import start_thread, within
+from posttrain.weights.deadline import in_thread, start_thread, within
+from posttrain.weights.digest import bucket_digest
 from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
 from posttrain.weights.memory import Region, shared_folder, sweep
 from posttrain.weights.plan import Bucket, coverage_problems, pull_order
-from posttrain.weights.publication import Publication, bucket_digest
+from posttrain.weights.publication import Publication
 from posttrain.weights.transport import Staged, Transport
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import Engine
 
+T = TypeVar("T")
+
 GRACE_S = 2.0
 """How long a pull may go on after it was told to stop before its transport is closed under it."""
 
+DIGESTS = 2
+"""Buckets that may have arrived and are still being digested when the next one is pulled."""
+
 CLOSE_S = 30.0
 """How long an engine that is to be replaced may take to close."""
+
+
+@dataclass
+class _Arrived:
+    """A publication in staging memory that is to be proved; digests: bucket → that of what arrived."""
+
+    publication: Publication
+    epoch: int
+    staging: Region
+    digests: dict[int, str] = field(default_factory=dict)
 
 
 class Receiver:
@@ -51,8 +69,9 @@ class Receiver:
         self._number, self._compare, self._grace_s = number, compare_bytes, grace_s
         self._transport = transport.fresh()
         self._staging: Region | None = None
+        self._arrived: _Arrived | None = None
         self._staged: Staged | None = None
-        self._pulling: asyncio.Future[None] | None = None
+        self._pulling: asyncio.Future[_Arrived] | None = None
         self._thread: asyncio.Future[None] | None = None
         self._bucket: Bucket | None = None
         self._stop_cause: str | None = None
@@ -63,20 +82,16 @@ class Receiver:
         return self._bucket.index if self._bucket is not None else None
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
-        """Pull and verify every bucket while the engine generates; ends with the lane's vote.
+        """Pull and digest every bucket while the engine generates; `prove` compares, and votes.
 
         Raises PeerFailure naming the bucket; the lane is then aborted and the engine untouched.
         """
-        lane, plan = self.lane, publication.plan
+        lane = self.lane
         await self._stop("another update began")
-        self._bucket, self._stop_cause, self._staged = None, None, None
+        self._bucket = self._stop_cause = self._arrived = self._staged = None
         try:
-            epoch = self._open(publication)
-            staging = self._staging_for(plan.nbytes)
-            self._pulling = asyncio.ensure_future(self._pull_all(publication, epoch, staging))
-            await within(self._pulling, timeout)
-            lane.vote(epoch)
-            self._staged = Staged(publication.version, epoch, plan, publication.digests, staging)
+            self._pulling = asyncio.ensure_future(self._open_and_pull(publication))
+            self._arrived = await within(self._pulling, timeout)
         except TimeoutError as exc:
             await self._settle(grace_s=0.0)
             lane.abort(f"staging took longer than {timeout:.3g} s")
@@ -94,6 +109,30 @@ class Receiver:
             raise as_failure(
                 exc, peer=self.name, phase="stage", message=f"lane {self.name}: publication {publication.version} was not staged"
             ) from exc
+
+    async def prove(self, digests: Sequence[str]) -> None:
+        """Vote for what has arrived if it has these digests, one for each bucket of the plan.
+
+        Raises PeerFailure naming the bucket; the lane is then aborted and the engine untouched.
+        """
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            raise PeerFailure(
+                f"lane {self.name}: {self._stop_cause or 'nothing is staged'}", peer=self.name, phase="stage",
+                stopped=self._stop_cause is not None,
+            )  # fmt: skip
+        publication, epoch = arrived.publication, arrived.epoch
+        try:
+            for bucket in publication.plan.buckets:
+                if digests[bucket.index] != arrived.digests[bucket.index]:
+                    self._bucket = bucket
+                    damaged = WeightSyncError("arrived damaged", cause="its digest is not the publisher's")
+                    raise self._bucket_failure(publication, bucket, damaged)
+            self.lane.vote(epoch)
+        except PeerFailure as exc:
+            self.lane.abort(str(exc))
+            raise
+        self._staged = Staged(publication.version, epoch, publication.plan, tuple(digests), arrived.staging)
 
     async def commit(self, *, timeout: float) -> None:
         """Pause, apply, resume. Raises PeerFailure; from the first written byte on, a failure makes the lane invalid."""
@@ -123,6 +162,8 @@ class Receiver:
         An update that is being applied cannot be undone: the lane becomes invalid. After a commit this does nothing.
         """
         await self._stop(cause)
+        if self._arrived is not None:
+            self._arrived, self._stop_cause = None, cause
         self._staged = None
         sweep(shared_folder())  # whoever died may have left memory on this host
         if self.lane.under_way:
@@ -157,32 +198,40 @@ class Receiver:
 
     # ---- phase 1
 
-    def _open(self, publication: Publication) -> int:
+    async def _open_and_pull(self, publication: Publication) -> _Arrived:
         lane, plan = self.lane, publication.plan
         if lane.plan is None or lane.plan.digest != plan.digest:
-            self._check_coverage(publication)
+            await in_thread(self._check_coverage, publication)  # an engine may have to build the model to say what it takes
             lane.set_bucket_plan(plan)
         epoch = lane.epoch + 1
         lane.begin_weight_update(epoch, publication.version)
-        return epoch
+        staging = self._staging_for(plan.nbytes)
+        arrived = _Arrived(publication, epoch, staging)
+        await self._pull_all(arrived)
+        return arrived
 
-    async def _pull_all(self, publication: Publication, epoch: int, staging: Region) -> None:
-        checking: tuple[Bucket, asyncio.Future[None]] | None = None
+    async def _pull_all(self, arrived: _Arrived) -> None:
+        publication, staging = arrived.publication, arrived.staging
+        digesting = deque[tuple[Bucket, asyncio.Future[str]]]()
+
+        async def one_digested() -> None:
+            bucket, thread = digesting.popleft()
+            arrived.digests[bucket.index] = await self._done(publication, bucket, thread)
+            self.lane.stage(arrived.epoch, bucket.index)
+
         for bucket in pull_order(publication.plan.buckets, self._number):
             self._bucket = bucket
             self._thread = start_thread(self._pull, publication, bucket, staging)
             await self._done(publication, bucket, self._thread)
-            if checking is not None:
-                await self._done(publication, *checking)
-                self.lane.stage(epoch, checking[0].index)
-            checking = bucket, start_thread(self._verify, publication, bucket, staging)
-        if checking is not None:
-            await self._done(publication, *checking)
-            self.lane.stage(epoch, checking[0].index)
+            digesting.append((bucket, start_thread(self._digest, bucket, staging)))
+            if len(digesting) > DIGESTS:
+                await one_digested()
+        while digesting:
+            await one_digested()
 
-    async def _done(self, publication: Publication, bucket: Bucket, thread: asyncio.Future[None]) -> None:
+    async def _done(self, publication: Publication, bucket: Bucket, thread: asyncio.Future[T]) -> T:
         try:
-            await asyncio.shield(thread)
+            return await asyncio.shield(thread)
         except Exception as exc:
             raise self._bucket_failure(publication, bucket, exc) from exc
 
@@ -197,11 +246,9 @@ class Receiver:
                 if not torch.equal(again.buffer[start : start + nbytes], staging.buffer[start : start + nbytes]):
                     raise WeightSyncError("differs from what was published", cause="weights.verify_weight_values read it twice")
 
-    def _verify(self, publication: Publication, bucket: Bucket, staging: Region) -> None:
-        """Runs in a thread, beside the pull of the next bucket."""
-        digest = bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces])
-        if digest != publication.digests[bucket.index]:
-            raise WeightSyncError("arrived damaged", cause="its digest is not the publisher's")
+    def _digest(self, bucket: Bucket, staging: Region) -> str:
+        """Runs in a thread, beside the pulls of the next buckets."""
+        return bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces])
 
     async def _stop(self, cause: str) -> None:
         """End a running `stage`; returns when nothing writes to the staging memory any more."""

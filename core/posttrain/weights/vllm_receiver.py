@@ -27,10 +27,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from posttrain.errors import WeightSyncError, error
+from posttrain.placement import stacks
+from posttrain.weights.digest import bucket_digest
 from posttrain.weights.memory import Region, attach, sweep
 from posttrain.weights.owner import ProcessId, end_with
 from posttrain.weights.plan import BucketPlan
-from posttrain.weights.publication import bucket_digest
 from posttrain.weights.transport import views
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def register() -> None:
     if owner is not None and owner.pid != os.getpid():
         _redirect_output(os.environ.get(LOG_ENV))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; what to do about it is the owner's
+        stacks.answer()  # a hang is looked into by a signal: nothing else gets through to a process that hangs
         end_with(owner, last=sweep)
         atexit.register(_leave)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.data.environment import Prompt, is_messages
 from posttrain.data.packer import DataPacker
+from posttrain.data.tool_calls import MARKS
 from posttrain.errors import PackerError
 from posttrain.types import Message, Trajectory
 
@@ -25,12 +26,24 @@ BASE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assista
 class DecoderOnlyPacker(DataPacker):
     """Decoder-only language models: messages, a string or ids in; rows padded on the right out."""
 
+    _special: frozenset[int] = frozenset()
+    _marks: frozenset[int] = frozenset()
+
+    def setup(self, name_or_path: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> DataPacker:
+        """As the base class; and find the special tokens that mark tool calls, which are words to whoever reads a turn."""
+        super().setup(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
+        special = {number: str(token) for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._marks = frozenset(id for id, token in special.items() if token in MARKS and id not in self.special_tokens.stop)
+        self._special = frozenset(special) - self._marks
+        return self
+
     def get_rollout_input(self, prompt: Prompt) -> dict[str, Any]:
         """`{"prompt_ids": list[int]}`. Raises E13 for a doubled or missing BOS, PackerError for a prompt of another type."""
         if is_messages(prompt):
-            ids = self._encode(self.render(prompt))  # type: ignore[arg-type]
+            tools = getattr(prompt, "tools", None)
+            ids = self.encode(self.render(prompt, **({"tools": tools} if tools else {})))  # type: ignore[arg-type]
         elif isinstance(prompt, str):
-            ids = self.special_tokens.prompt(self._encode(prompt))
+            ids = self.special_tokens.prompt(self.encode(prompt))
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(i, int) for i in prompt):
             ids = [int(i) for i in prompt]  # type: ignore[arg-type]
         else:
@@ -45,10 +58,13 @@ class DecoderOnlyPacker(DataPacker):
         return {"prompt_ids": ids}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text without special tokens, and without the stop token at its end, which some tokenizers take for a word."""
+        """The text without special tokens, but for those that mark tool calls, and without the stop token at its end, which some
+        tokenizers take for a word."""
         ids = list(token_ids)
         if ids and ids[-1] in self.special_tokens.stop:
             ids.pop()
+        if not self._marks.isdisjoint(ids):
+            return self.spell([i for i in ids if i not in self._special])
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def get_policy_input(self, trajectory: Trajectory) -> dict[str, Any]:
@@ -94,26 +110,23 @@ class DecoderOnlyPacker(DataPacker):
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """`ids` and what the template writes between an assistant turn and the next one, `messages` included.
 
-        The added text is the difference of two renderings of a fixed conversation, so the sampled ids are never rendered
-        again. Its overlap with the end of `ids` (the sampled stop token) is written once.
+        The added text is what follows the last words of a fixed conversation, so the sampled ids are never rendered again. Its
+        overlap with the end of `ids` (the sampled stop token) is written once. What the template makes of the turn before those
+        words, when another follows, is not looked at: whoever must have it as the template does compares (`loop.episode`).
         """
         before = self.render(BASE, add_generation_prompt=False)
         after = self.render([*BASE, *messages])
-        found = before.rfind(MARK)
-        if not after.startswith(before) or found < 0:
+        closing, found = before[before.rfind(MARK) + len(MARK) :], after.find(MARK)
+        start = found + len(MARK)
+        if MARK not in before or found < 0 or not after.startswith(closing, start):
             raise PackerError(
                 "the chat template rewrites earlier turns, so the next prompt cannot continue the sampled ids",
                 cause="rendering a conversation does not begin with the rendering of its first turns",
                 fix="set model.chat_template to one that only appends", where="model.chat_template",
             )
-        start = found + len(MARK)
-        added = self._encode(after[start:])
-        closing = len(self._encode(before[start:]))
-        overlap = next((n for n in range(min(closing, len(ids)), 0, -1) if list(ids[-n:]) == added[:n]), 0)
+        added, longest = self.encode(after[start:]), len(self.encode(closing))
+        overlap = next((n for n in range(min(longest, len(ids)), 0, -1) if list(ids[-n:]) == added[:n]), 0)
         return [*ids, *added[overlap:]]
-
-    def _encode(self, text: str) -> list[int]:
-        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _pad_id(self) -> int:
         pad = getattr(self.tokenizer, "pad_token_id", None)

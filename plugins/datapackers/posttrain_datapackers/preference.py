@@ -27,7 +27,7 @@ class PreferencePacker(DecoderOnlyPacker):
     def turn_end(self) -> list[int]:
         """What the chat template writes after an assistant's words, up to the first stop token of the model."""
         text = self.render(BASE, add_generation_prompt=False)
-        closing = self._encode(text.rpartition(MARK)[2]) if MARK in text else []
+        closing = self.encode(text.rpartition(MARK)[2]) if MARK in text else []
         for place, token in enumerate(closing):
             if token in self.special_tokens.stop:
                 return closing[: place + 1]
@@ -40,7 +40,7 @@ class PreferencePacker(DecoderOnlyPacker):
 
     def _completion(self, text: str) -> list[int]:
         """The ids of a completion without stop tokens at its end, which data may have written out."""
-        ids = self._encode(text)
+        ids = self.encode(text)
         while ids and ids[-1] in self.special_tokens.stop:
             ids.pop()
         return ids

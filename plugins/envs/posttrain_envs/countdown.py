@@ -17,14 +17,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from posttrain.data.environment import Environment, EpisodeState, Prompt, RowDataset, Split, user_prompt
 from posttrain.data.source import DataOptions, open_rows
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import DataError
 from posttrain.types import Reward
 from posttrain_envs.expression import LONGEST, Expression, read
+from posttrain_envs.idle import refuse_idle
 from posttrain_envs.tags import last_answer, visible, well_formed
 
 PROMPT = (
@@ -61,7 +62,7 @@ class Countdown(Environment):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            _refuse_idle(self)
+            refuse_idle(self, made=_OF_MADE, what="problems")
             unknown = [op for op in self.operations if op not in _OPERATIONS]
             if unknown or not self.operations:
                 raise ValueError(f"operations={self.operations!r}: choose from {' '.join(_OPERATIONS)}")
@@ -104,19 +105,6 @@ class Countdown(Environment):
         total = (1 - weight) * correct + weight * form
         value = None if answer is None or answer.value is None else str(answer.value)
         return Reward(total, {"correct": correct, "format": form}, {"value": value, "answer": str(target)})
-
-
-def _refuse_idle(options: DataOptions) -> None:
-    """Raise ConfigError for options that do nothing: of rows without `data`, of made problems beside it."""
-    of_rows = {field.name for field in fields(DataOptions)} - {"data", "test_size"}
-    idle = of_rows if options.data is None else _OF_MADE
-    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(options)}
-    values = {name: getattr(options, name) for name in defaults}
-    found = [n for n, v in values.items() if n in idle and (tuple(v) if isinstance(v, list) else v) != defaults[n]]
-    if found:
-        cause = "problems are made from a seed: there is no data" if options.data is None else "the problems are those of data"
-        raise ConfigError(f"{', '.join(found)} would do nothing", cause=cause,
-                          fix="set data, or leave them out" if options.data is None else "leave them out, or leave data out")
 
 
 def _problem(task: Mapping[str, Any]) -> tuple[list[int], int]:

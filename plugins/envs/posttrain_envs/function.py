@@ -56,6 +56,7 @@ class Function(Environment):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._functions = load_functions(self.options.reward)
+        self.metrics = {f.name: f.shown for f in self._functions if f.name}
         self._rows: dict[str, RowDataset] = {}
 
     def __reduce__(self) -> Any:

@@ -27,10 +27,10 @@ from posttrain.errors import ConfigError
 from posttrain.types import Reward
 from posttrain_envs.math_answer import Where, find
 from posttrain_envs.math_compare import same
-from posttrain_envs.math_rows import Format, Problems, detect, different, read
+from posttrain_envs.math_rows import QUESTIONS, Format, Problems, detect, different, read
 from posttrain_envs.tags import visible, well_formed
 
-ASKED = ("question", "problem", "prompt")
+ASKED = (*QUESTIONS, "prompt")
 """Columns that ask; rows that agree in them are one problem."""
 PROMPT = "{question}\n\nThink step by step, and put the final answer in \\boxed{}."
 

@@ -6,6 +6,9 @@
     deepscaler   problem, answer, solution                                        agentica-org/DeepScaleR-Preview-Dataset
     plain        question or problem, answer                                      one's own, MATH-500, AIME, …
 
+MATH-500 has `problem`, `solution`, `answer`, `subject`, `level` and `unique_id`, AIME `id`, `problem` and `answer`; columns of
+`plain` may begin with a capital, as in some copies of AIME.
+
 A read row keeps its columns and gains `question` and `gold`, in the place of columns of these names; reading it again gives the
 same. The DAPO file wraps each problem in instructions of its own, which are taken off, and repeats each about a hundred times:
 see `different`.
@@ -30,6 +33,7 @@ _COLUMNS = {
     "deepscaler": "problem and answer",
     "plain": "question (or problem) and answer",
 }
+QUESTIONS = ("question", "problem", "Question", "Problem")
 _CHECKED = 1000
 _WRAPPER = re.compile(
     r"\s*Solve the following math problem[^\n]*\n+(.*?)(?:\n+Remember to put your answer on[^\n]*)?\s*", re.DOTALL
@@ -107,6 +111,11 @@ def _key(row: Mapping[str, Any]) -> str:
     return str(info["index"]) if isinstance(info, Mapping) and info.get("index") is not None else str(row.get("prompt"))
 
 
+def _first(row: Mapping[str, Any], *columns: str) -> Any:
+    """The value of the first of these columns that holds something."""
+    return next((row[column] for column in columns if row.get(column) not in (None, "")), None)
+
+
 def _dapo(row: Mapping[str, Any]) -> tuple[Any, Any]:
     prompt, truth = row.get("prompt"), row.get("reward_model")
     if not isinstance(prompt, str):
@@ -121,5 +130,5 @@ _PARTS: dict[str, Any] = {
     "math": lambda row: (row.get("problem"), row.get("solution")),
     "dapo": _dapo,
     "deepscaler": lambda row: (row.get("problem"), row.get("answer")),
-    "plain": lambda row: (row.get("question") or row.get("problem"), row.get("answer")),
+    "plain": lambda row: (_first(row, *QUESTIONS), _first(row, "answer", "Answer")),
 }

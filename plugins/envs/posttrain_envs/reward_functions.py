@@ -7,6 +7,7 @@
 A function returns a number, a `Reward`, or None when it cannot judge. Of a list, the total is the sum of weight times value,
 and every value is a part under its name. One value that is missing makes the whole reward unscorable: a sum without it would be
 compared, in the group's baseline, with sums that have it. A function of weight 0 is only measured, and may be missing.
+`min`, `max` and `better` (`higher`, `lower`) of an entry say how its value is shown (`posttrain.data.reward_range`).
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.data.environment import EpisodeState
+from posttrain.data.reward_range import Range
 from posttrain.errors import ConfigError
 from posttrain.plugins.functions import absolute, function_of
 from posttrain.plugins.objects import PREFIX, References
 from posttrain.rollout.rewards import as_reward, unscorable
 from posttrain.types import Reward
 
+_RANGE = ("min", "max", "better")
 _FORMS = "file.py:function, or a list of {name: …, reward: file.py:function, weight: 1.0}"
 
 
@@ -46,6 +49,7 @@ class RewardFunction:
     weight: float
     function: Callable[..., Any]
     takes: tuple[Argument, ...]
+    shown: Range = field(default_factory=Range)
 
     @property
     def waits(self) -> bool:
@@ -77,7 +81,7 @@ def canonical(reward: Any) -> str | list[dict[str, Any]]:
     if isinstance(reward, str) or callable(reward):
         return _ref(reward, "reward", refs)
     if isinstance(reward, Mapping):
-        items = [reward] if "reward" in reward and set(reward) <= {"name", "reward", "weight"} else list(reward.items())
+        items = [reward] if "reward" in reward and set(reward) <= {"name", "reward", "weight", *_RANGE} else list(reward.items())
     else:
         items = list(reward) if isinstance(reward, Sequence) else []
     if not items:
@@ -108,7 +112,7 @@ def load_functions(
         if travelled is not None and ref.startswith(PREFIX):
             loaded.append(travelled.get(ref) or RewardFunction(ref, name, weight, _stayed_behind, ()))
         else:
-            loaded.append(_load(ref, name, weight))
+            loaded.append(_load(ref, name, weight, _range(entry)))
     return loaded
 
 
@@ -135,14 +139,16 @@ def combine(values: Mapping[str, tuple[float, Any]], base: Reward | None = None)
 def _entry(item: Any, refs: References) -> dict[str, Any]:
     """One of the list: a mapping, `(name, function)`, `(name, (function, weight))`, `(function, weight)`, or a function."""
     name, reward, weight = "", item, 1.0
+    shown: dict[str, Any] = {}
     if isinstance(item, Mapping):
-        unknown = [str(key) for key in item if key not in ("name", "reward", "weight")]
+        unknown = [str(key) for key in item if key not in ("name", "reward", "weight", *_RANGE)]
         if unknown or "reward" not in item:
             raise ConfigError(
                 f"a reward function has {f'the unknown key {unknown[0]!r}' if unknown else 'no key reward'}",
                 fix="write {name: format, reward: file.py:function, weight: 0.2}",
             )
         name, reward, weight = str(item.get("name") or ""), item["reward"], item.get("weight", 1.0)
+        shown = {key: item[key] for key in _RANGE if item.get(key) is not None}
     elif isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
         first, second = item
         if _is_number(second):
@@ -159,7 +165,9 @@ def _entry(item: Any, refs: References) -> dict[str, Any]:
         said = f"weight={weight!r:.20} of the reward function {name or reward!r} is no finite number"
         raise ConfigError(said, fix="write weight: 1.0")
     ref = _ref(reward, name or "reward", refs)
-    return {"name": name or ref.rpartition(":")[2].rpartition(".")[2], "reward": ref, "weight": float(weight)}
+    entry = {"name": name or ref.rpartition(":")[2].rpartition(".")[2], "reward": ref, "weight": float(weight), **shown}
+    _range(entry)
+    return entry
 
 
 def _is_number(value: Any) -> bool:
@@ -170,9 +178,14 @@ def _ref(reward: Any, name: str, refs: References) -> str:
     return absolute(reward) if isinstance(reward, str) else refs.of(reward, name)
 
 
-def _load(ref: str, name: str, weight: float) -> RewardFunction:
+def _range(entry: Mapping[str, Any]) -> Range:
+    """What an entry says of how it is shown. Raises ConfigError."""
+    return Range(**{key: entry[key] for key in _RANGE if entry.get(key) is not None}, weight=float(entry["weight"]))
+
+
+def _load(ref: str, name: str, weight: float, shown: Range) -> RewardFunction:
     function = function_of(ref, "reward")
-    made = RewardFunction(ref, name, weight, function, _takes(function, ref))
+    made = RewardFunction(ref, name, weight, function, _takes(function, ref), shown)
     if ref.startswith(PREFIX) and not made.waits:
         _check_travels(function, ref)
     return made

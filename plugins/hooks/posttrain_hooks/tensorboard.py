@@ -41,6 +41,9 @@ class TensorBoard(Hook):
     def validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._write(step, metrics)
 
+    def eval_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._write(step, metrics)
+
     def run_end(self) -> None:
         self._writer.close()
 

@@ -52,5 +52,8 @@ class Trackio(Hook):
     def validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(plotted(metrics), step=step)
 
+    def eval_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(plotted(metrics), step=step)
+
     def run_end(self) -> None:
         self._run.finish()

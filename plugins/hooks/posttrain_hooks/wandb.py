@@ -59,5 +59,8 @@ class Wandb(Hook):
     def validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **plotted(metrics)})
 
+    def eval_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **plotted(metrics)})
+
     def run_end(self, outcome: str) -> None:
         self._run.finish(exit_code=0 if outcome == "done" else 1)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from posttrain.cli.doctor.devices import allocator, gpu
 from posttrain.cli.doctor.extensions import hub, plugins, vllm_plugins
+from posttrain.cli.doctor.isolation import sandbox
 from posttrain.cli.doctor.network import interfaces, ports
 from posttrain.cli.doctor.report import report
 from posttrain.cli.doctor.room import disk, open_files, root, shared_memory
@@ -21,8 +22,8 @@ from posttrain.errors import EXIT_OK, EXIT_UNEXPECTED
 from posttrain.placement.ports import RAY_PORT
 
 CHECKS: tuple[Check, ...] = (
-    versions, gpu, allocator, ucx, ucx_variables, cma, ports, interfaces, shared_memory, open_files, root, disk, vllm_plugins,
-    plugins, hub,
+    versions, gpu, allocator, ucx, ucx_variables, cma, ports, interfaces, shared_memory, open_files, root, disk, sandbox,
+    vllm_plugins, plugins, hub,
 )  # fmt: skip
 
 

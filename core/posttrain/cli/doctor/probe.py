@@ -29,6 +29,7 @@ from posttrain.plugins.discovery import discover
 from posttrain.plugins.doctor import quarantined
 from posttrain.plugins.kinds import KINDS
 from posttrain.rollout.vllm_start import PLUGIN
+from posttrain.sandbox.cage import BUBBLEWRAP
 from posttrain.tracking.run_dir import output_root
 
 RELEVANT = re.compile(
@@ -44,6 +45,7 @@ def look(*, run: str | None = None, ports: Mapping[str, int], timeout: float = 3
     with ThreadPoolExecutor(8) as pool:
         cma = pool.submit(cross_memory, timeout)
         gpu = pool.submit(nvidia, timeout)
+        isolation = pool.submit(BUBBLEWRAP.problem) if sys.platform == "linux" else None
         held = {key: pool.submit(holder, number, timeout=1.0) for key, number in ports.items()}
         ray = pool.submit(_at_address, environ.get("RAY_ADDRESS", ""))
         ucx = pool.submit(ucx_copies, environ, timeout)
@@ -67,6 +69,7 @@ def look(*, run: str | None = None, ports: Mapping[str, int], timeout: float = 3
             vllm_cuda=_vllm_cuda(),
             ucx=ucx.result(),
             cma=cma.result(),
+            sandbox=isolation.result() if isolation else None,
             interfaces=tuple(name for _, name in socket.if_nameindex()),
             ports=tuple(Port(key, number, held[key].result()) for key, number in ports.items()),
             ray_answers=ray.result(),

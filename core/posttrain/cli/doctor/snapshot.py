@@ -68,6 +68,7 @@ class Snapshot:
     vllm_cuda: str | None = None
     ucx: tuple[UcxCopy, ...] = ()
     cma: str | None = None  # "": one process read another's memory; else why not; None: not tried (no Linux)
+    sandbox: str | None = None  # "": bubblewrap isolates programs; else why not; None: not tried (no Linux)
     interfaces: tuple[str, ...] = ()
     ports: tuple[Port, ...] = ()
     ray_answers: str | None = None  # what speaks at RAY_ADDRESS; "": nothing
