@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from posttrain.weights.publisher import LocalPublisher
 from posttrain.weights.shm import ShmTransport
 
 TEMPERATURE = 0.8
+
+sys.path.append(str(Path(__file__).parent))  # of the helpers beside the tests
 
 
 class Rig:

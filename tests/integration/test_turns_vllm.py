@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking_agent import STEPS, WITH_VLLM
 
 from posttrain.config.load import load_config
 from posttrain.loop.run import train
@@ -17,31 +18,9 @@ from posttrain.tracking.rollouts import read_rollouts
 
 pytestmark = pytest.mark.integration
 
-STEPS = 6
-AGENT = Path(__file__).parent / "asking_agent.py"
-SMALL = [
-    "experiment=calculator_agent",
-    "environments=[{name: calculator, options: {calls: short, terms: [2], digits: 2, size: 3000, test_size: 100, max_turns: 2}}, "
-    f"{{name: '{AGENT}:Asks', label: agent}}]",
-    "rollout.base_port=18100",
-    "rollout.keep_history_verbatim=true",
-    "model.factory_kwargs.steps=250",
-    "model.factory_kwargs.slip_steps=20",
-    f"rl.steps={STEPS}",
-    "rl.batch_per_replica=64",
-    "rl.discard_group_zero_advantage=false",
-    "rollout.engine=vllm",
-    "rollout.max_num_seqs=32",
-    "rollout.max_async_rollout=1",
-    "rollout.stop=['>']",
-    "validation.prompts=8",
-    "tracking.display=none",
-]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(train(load_config(SMALL), run_dir=tmp_path_factory.mktemp("outputs")).run)
+    return Path(train(load_config(WITH_VLLM), run_dir=tmp_path_factory.mktemp("outputs")).run)
 
 
 @pytest.fixture(scope="module")
