@@ -101,3 +101,6 @@ def test_one_that_is_stopped_one_that_has_ended_and_one_that_cannot_be_asked_are
     assert found[stopped.pid] == "silent: its process is stopped" and found[gone.pid] == "silent: it has ended"
     assert found[deaf.pid] == "silent: it does not answer the signal" and "in in_a_thread" in found[asked.pid]
     assert deaf.poll() is None  # the signal would have ended it
+    stopped.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert stacks._size(stacks._file_of(stopped.pid)) == 0, "no signal was waiting for it"

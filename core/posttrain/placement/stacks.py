@@ -6,6 +6,8 @@
 
 A process that is asked needs no Python to answer: faulthandler writes from the signal handler, whoever holds the interpreter
 and in whatever native call. It writes to a file in memory that is found by its name: a process without one is never signalled.
+Only who gives a process up asks it: faulthandler reads the frames of threads that run on meanwhile, which ends it once in
+some hundred times where they are busy with Python.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ FILE = "posttrain-stacks"
 POLL_S, STILL = 0.02, 3
 """What has not grown in so many looks is complete."""
 FRAMES = 30
+STOPPED = "TtZ"
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a system call that cannot be interrupted", "Z": "ended"}
 _FRAME, _AWAITED = ("cr_frame", "gi_frame", "ag_frame"), ("cr_await", "gi_yieldfrom", "ag_await")
 
@@ -92,8 +95,11 @@ def answer() -> None:
 
 
 async def ask(pids: Sequence[int], timeout: float) -> dict[int, str]:
-    """What these processes of this machine write of themselves; of one that cannot or does not answer in time, why."""
-    begun = {pid: (file, _size(file)) for pid in pids if (file := _file_of(pid)) is not None}
+    """What these processes of this machine write of themselves; of one that cannot or does not answer in time, why.
+
+    One that is stopped is not signalled: it would answer whoever lets it go on, while all its threads run.
+    """
+    begun = {pid: (file, _size(file)) for pid in pids if _letter(pid) not in STOPPED and (file := _file_of(pid)) is not None}
     for pid in begun:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
@@ -131,8 +137,14 @@ def _text(file: Path, begin: int) -> str:
 
 
 def _state(pid: int) -> str:
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (OSError, IndexError):
+    letter = _letter(pid)
+    if not letter:
         return "it has ended"
     return f"its process is {STATES[letter]}" if letter in STATES else "it does not answer the signal"
+
+
+def _letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return ""
