@@ -11,7 +11,7 @@ move the weights:
     copy            one-thread copy of the same bytes, bucket by bucket, inside the lane's process: what memory allows
     pull            the transport alone: every bucket from the policy's slot to the lane's staging memory
     stage           what a lane does: pull and digest every bucket, and compare with the policy's digests, made before
-    update          publish (a copy in the policy's process), then stage, while the policy digests
+    update          publish (a copy in the policy's process) and stage, each bucket once it is copied, while the policy digests
     safetensors     save_file in the policy's process, load_file here
     ray             ray.put in an actor, ray.get here, copied to writable memory
 
@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import queue
 import statistics
 import tempfile
 import threading
@@ -98,13 +99,21 @@ def policy(pipe: Any, transport: str, layers: int, bucket_bytes: int) -> None:
     def source() -> Iterator[LocalWeight]:
         return whole(values.items())
 
-    def publish(version: int) -> Publication:
-        pool.plan_for(source())
-        publication = pool.publish(version, source())
-        pool.hold(version)
-        pool.release(version)
-        threading.Thread(target=pool.settle).start()  # as `LocalPublisher` does
-        return publication
+    def begin(version: int) -> Publication:
+        """As `LocalPublisher` does: the publication as soon as lanes may pull it, and the rest in a thread."""
+        opened: queue.SimpleQueue[Publication] = queue.SimpleQueue()
+
+        def write() -> None:
+            began = time.perf_counter()
+            pool.begin(version)
+            pool.write(version, source, opened.put)
+            pool.hold(version)
+            pool.release(version)
+            written.put(time.perf_counter() - began)
+            pool.settle()
+
+        threading.Thread(target=write).start()
+        return opened.get()
 
     def copy() -> None:
         for name, tensor in values.items():
@@ -123,11 +132,13 @@ def policy(pipe: Any, transport: str, layers: int, bucket_bytes: int) -> None:
             done += 1
         return done / seconds
 
+    written: queue.SimpleQueue[float] = queue.SimpleQueue()
     slot = shared_region(pool.plan_for(source()).nbytes)  # a copy to what others can read, as a publication is
     slot.buffer.fill_(1)
     spare = dict(views(pool.plan_for(source()), slot.buffer))
     work: dict[str, Callable[..., Any]] = {
-        "publish": publish, "digests": pool.digests, "copy": copy, "save": save, "multiply": multiply
+        "begin": begin, "written": lambda: written.get(), "digests": pool.digests, "copy": copy, "save": save,
+        "multiply": multiply,
     }  # fmt: skip
     while (request := pipe.recv()) is not None:
         began = time.perf_counter()
@@ -165,7 +176,8 @@ class Ways:
         self.peer, self.folder, self.version = peer, folder, 0
         self.lane = Receiver(NoEngine(), load("transports", transport))
         self.end = load("transports", transport)
-        _, publication = self._publish()
+        publication = self._begin()
+        self._written(publication)
         plan: BucketPlan = publication.plan
         self.plan, self.staging = plan, self.end.staging(plan.nbytes)
         self.end.register(self.staging)
@@ -173,14 +185,19 @@ class Ways:
         self.source.buffer.fill_(1), self.target.buffer.fill_(2)
         self.object_store = ObjectStore(layers)
 
-    def _publish(self) -> tuple[float, Publication]:
+    def _begin(self) -> Publication:
         self.version += 1
-        return self.peer.ask("publish", self.version)
+        return self.peer.ask("begin", self.version)[1]  # type: ignore[no-any-return]
+
+    def _written(self, publication: Publication) -> tuple[float, float]:
+        """Seconds of the copy, and of the digests after it."""
+        copied: float = self.peer.ask("written")[1]
+        return copied, self.peer.ask("digests", publication.version)[0]
 
     def _settled(self) -> Publication:
         """One whose digests are made."""
-        _, publication = self._publish()
-        self.peer.ask("digests", publication.version)
+        publication = self._begin()
+        self._written(publication)
         return publication
 
     def copy(self) -> float:
@@ -201,7 +218,7 @@ class Ways:
 
     def update(self) -> float:
         began = time.perf_counter()
-        self._stage(self._publish()[1])
+        self._stage(self._begin(), written=False)
         return time.perf_counter() - began
 
     def safetensors(self) -> float:
@@ -218,27 +235,26 @@ class Ways:
         return self.object_store.move()
 
     def publish(self) -> float:
-        seconds, publication = self._publish()
-        self.peer.ask("digests", publication.version)
-        return seconds
+        return self._written(self._begin())[0]
 
     def digested(self) -> float:
         """Until the weights may change: publish and digest."""
-        seconds, publication = self._publish()
-        return seconds + self.peer.ask("digests", publication.version)[0]
+        return sum(self._written(self._begin()))
 
     def policy_copy(self) -> float:
         return self.peer.ask("copy")[0]
 
-    def _stage(self, publication: Publication, digests: Digested | None = None) -> float:
+    def _stage(self, publication: Publication, digests: Digested | None = None, *, written: bool = True) -> float:
         began = time.perf_counter()
-        asyncio.run(self._staged(publication, digests))
+        asyncio.run(self._staged(publication, digests, written))
         seconds = time.perf_counter() - began
         self.lane.lane.abort("the next one")
         return seconds
 
-    async def _staged(self, publication: Publication, digests: Digested | None) -> None:
+    async def _staged(self, publication: Publication, digests: Digested | None, written: bool) -> None:
         await self.lane.stage(publication, timeout=120)
+        if not written:
+            self.peer.ask("written")
         await self.lane.prove(complete_digests(publication, digests or self._digests(publication)))
 
     def _digests(self, publication: Publication) -> Digested:

@@ -79,16 +79,14 @@ class Row:
 
 
 def cells() -> Iterator[Cell]:
-    """Every cell: 54 before the vote, 3 more for a rank that dies while lanes pull from it, 3 for a slot that is overwritten
-    before its digest is made, 3 while a rank makes its digests, 12 while an engine applies."""
+    """Every cell: 54 before the vote, 3 more for a rank that dies while lanes pull from it, 3 while a rank makes its digests, 12
+    while an engine applies."""
     for peer in PEERS:
         for where in ("first", "middle", "last"):
             for kind in KINDS:
                 yield Cell(peer, where, kind, "stage" if peer.startswith("rollout") else "publish")
     for where in ("first", "middle", "last"):
         yield Cell("policy rank 1", where, "owner dies", "stage")
-    for where in ("first", "middle", "last"):
-        yield Cell("policy rank 1", where, "overwritten", "publish")
     for kind in ("raise", "die", "stall"):
         yield Cell("policy rank 1", "digest", kind, "publish")
     for peer in PEERS[1:]:
@@ -97,8 +95,7 @@ def cells() -> Iterator[Cell]:
 
 
 def sample() -> list[Cell]:
-    """23 cells that cover every pair of peer, bucket and fault, the death of a rank while lanes pull and while it digests, and an
-    overwritten slot."""
+    """22 cells that cover every pair of peer, bucket and fault, and the death of a rank while lanes pull and while it digests."""
     every, chosen = list(cells()), []
     for cell in every:
         if cell.where == "half-way":
@@ -366,7 +363,6 @@ FIRST = {
     ("publish", "stall"): r"not (written|digested) within \S+ s",
     ("publish", "corrupt"): "arrived damaged",
     ("publish", "wrong epoch"): "arrived damaged",
-    ("publish", "overwritten"): "arrived damaged",
     ("publish", "partial"): r"lacks the digest of bucket \d of policy rank 1",
     ("stage", "raise"): "RuntimeError: injected fault",
     ("stage", "die"): r"ended by signal 9|SystemExit: injected death",

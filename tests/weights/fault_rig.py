@@ -23,7 +23,8 @@ from posttrain.policy.sharding import chunk, fsdp_shards
 from posttrain.weights.inproc import InprocTransport
 from posttrain.weights.memory import owner_of, shared_folder
 from posttrain.weights.owner import ProcessId, end_with
-from posttrain.weights.publication import LocalWeight, PublicationPool
+from posttrain.weights.progress import WORD
+from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, nobody
 from posttrain.weights.publisher import LocalPublisher
 from posttrain.weights.receiver import Receiver
 from posttrain.weights.shm import ShmTransport
@@ -39,7 +40,7 @@ PROMPT = (3, 1, 4)
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: raise, die, stall, corrupt, wrong epoch, partial, overwritten
+    """kind: raise, die, stall, corrupt, wrong epoch, partial
     phase: publish, stage or apply     bucket: -1 in apply, and while a rank digests"""
 
     kind: str
@@ -107,6 +108,8 @@ class TrappedTransport(Transport):
         self.inner.register(region)
 
     def pull(self, handle, pieces, into) -> None:
+        if pieces[0].name == WORD:
+            return self.inner.pull(handle, pieces, into)
         bucket, owner = self.at(), self.trap.fault.pid if self.trap.fault else None
         self.trap.tell(bucket)
         kind = self.trap.take("stage", bucket, "raise", "die", "stall", "corrupt", "partial", "owner dies")
@@ -120,10 +123,10 @@ class TrappedTransport(Transport):
         elif kind:
             self.trap.spring(kind, in_process=self.in_process)
         if kind == "partial":
-            pieces = [p._replace(stop=p.start + (p.stop - p.start) // 2, nbytes=p.nbytes // 2) for p in pieces]
+            pieces = [p._replace(stop=p.start + (p.stop - p.start) // 2, nbytes=p.nbytes // 2) for p in pieces if p.name != WORD]
         self.inner.pull(handle, pieces, into)
         if kind == "corrupt":
-            into.buffer[pieces[-1].target + 3] ^= 0x40
+            into.buffer[pieces[0].target + 3] ^= 0x40
 
     def close(self) -> None:
         self.inner.close()
@@ -141,27 +144,19 @@ class TrappedPool(PublicationPool):
         self.trap.tell(self.at)
         if kind := self.trap.take("publish", self.at, "raise", "die", "stall"):
             self.trap.spring(kind, in_process=self.in_process)
-        own = super()._write(place, piece, weight)
-        if self.trap.take("publish", self.at, "overwritten"):  # after the copy, before its digest
+        own = super()._write(place, piece, weight)  # what goes wrong now does so before a lane pulls it, and before its digest
+        kind = self.trap.take("publish", self.at, "corrupt", "wrong epoch", "partial")
+        if kind == "corrupt":
             place.view(torch.uint8)[5] ^= 1
+        elif kind == "wrong epoch":  # the bytes of the version before
+            place.copy_(trained(self.trained - 1)[piece.name].reshape(-1)[piece.start : piece.stop])
+        elif kind == "partial":
+            self.left_out.add(self.at)
         return own
 
-    def write(self, version, source):
-        publication = super().write(version, source)
+    def write(self, version, source, opened=nobody):
         self.left_out = set()
-        slot = next(s for s in self._slots if s.publication is publication)
-        for bucket in (b for b in self.plan.buckets if b.rank == self.rank):
-            kind = self.trap.take("publish", bucket.index, "corrupt", "wrong epoch", "partial")
-            for piece in bucket.pieces if kind else ():
-                place = slot.region.buffer[piece.source : piece.source + piece.nbytes]
-                if kind == "corrupt":
-                    place[5] ^= 1
-                elif kind == "wrong epoch":  # the bytes of the version before
-                    before = trained(self.trained - 1)[piece.name].reshape(-1)
-                    place.copy_(before[piece.start : piece.stop].view(torch.uint8))
-                elif kind == "partial":
-                    self.left_out.add(bucket.index)
-        return publication
+        return super().write(version, source, opened)
 
     def digests(self, version):
         if kind := self.trap.take("publish", -1, "raise", "die", "stall"):
@@ -199,9 +194,9 @@ class RankRole:
     async def train(self, version: int) -> None:
         self.pool.trained = version
 
-    async def publish(self, version: int):
+    async def publish(self, version: int, opened: Any = None):
         self.publisher.timeout_s = self.trap.deadline(LONG_S)
-        return await self.publisher.publish(version)
+        return await self.publisher.publish(version, opened or self.trap.tell)
 
     async def digests(self, version: int):
         return await self.publisher.digests(version)
@@ -302,7 +297,7 @@ class LaneRole:
         self.trap.disarm()
 
     async def report(self) -> dict[str, Any]:
-        pulls = [t for t in threading.enumerate() if t.name == "posttrain-_pull"]
+        pulls = [t for t in threading.enumerate() if t.name in ("posttrain-_pull", "posttrain-_look")]
         for thread in pulls:
             await asyncio.to_thread(thread.join, 5)
         inner = self.receiver._transport.inner  # type: ignore[attr-defined]
@@ -379,7 +374,8 @@ class Worker:
         return int(self.process.pid or 0)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        future = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        future = self._loop.create_future()
         self._serial += 1
         self._calls[self._serial] = future
         try:
@@ -392,6 +388,9 @@ class Worker:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = connection.recv()
+                if message[0] == "at" and isinstance(message[1], Publication):
+                    self._soon(self._opened, message[1])
+                    continue
                 if message[0] == "at":
                     self.at = message[1]
                     continue
@@ -401,13 +400,20 @@ class Worker:
         for future in list(calls.values()):
             self._settle(future, None, WeightSyncError(f"{self.name} died: its process was ended by signal {-process.exitcode}"))
 
+    async def publish(self, version: int, opened: Any) -> Any:
+        self._opened = opened
+        return await self.call("publish", version)
+
     def _settle(self, future: asyncio.Future[Any], value: Any, exc: BaseException | None) -> None:
         def settle() -> None:
             if not future.done():
                 future.set_result(value) if exc is None else future.set_exception(exc)
 
+        self._soon(settle)
+
+    def _soon(self, call: Any, *args: Any) -> None:
         with contextlib.suppress(RuntimeError):
-            future.get_loop().call_soon_threadsafe(settle)
+            self._loop.call_soon_threadsafe(call, *args)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):

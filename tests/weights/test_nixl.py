@@ -120,11 +120,11 @@ class Trapped(Receiver):
 
     at, act = -1, staticmethod(lambda: None)
 
-    def _pull(self, publication: Any, bucket: Bucket, staging: Any) -> None:
+    def _pull(self, publication: Any, bucket: Bucket, known: Any, staging: Any) -> None:
         if bucket.index == self.at:
             self.at = -1
             self.act()
-        super()._pull(publication, bucket, staging)
+        super()._pull(publication, bucket, known, staging)
 
 
 @contextmanager

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.placement.remote import Remote, each, free_port, together
 from posttrain.policy.snapshot import Snapshots
+from posttrain.weights.publication import nobody
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
     from posttrain.policy.rows import Row
     from posttrain.policy.step import StepResult
-    from posttrain.weights.publication import Digested, Publication
+    from posttrain.weights.publication import Digested, Opened, Publication
 
 GRACE_S = 10.0
 
@@ -82,7 +83,7 @@ class RemoteRank:
         self._remote, self._timeout, self.name = remote, timeout, remote.name
         self.at: int | None = None
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int, opened: Opened = nobody) -> Publication:
         self.at, part = None, None
         try:
             async with asyncio.timeout(self._timeout):
@@ -91,6 +92,7 @@ class RemoteRank:
                         self.at = said
                     else:
                         part = said
+                        opened(part)
         except TimeoutError as exc:
             raise await self._remote.late("publish", self._timeout) from exc
         assert part is not None

@@ -158,10 +158,21 @@ class PolicyRank:
         with self._named("load"):
             self.policy.load(folder)
 
-    def publish(self, version: int) -> AsyncIterator[int | Publication]:
-        """This rank's part of publication `version`, see `weights.publisher`; before it the bucket that it is at while it moves
-        on, so that whoever looks knows where a rank died."""
-        return moving(self.publisher.publish(version), lambda: self.publisher.at)
+    async def publish(self, version: int) -> AsyncIterator[int | Publication]:
+        """This rank's part of publication `version`, see `weights.publisher`, as soon as lanes may pull it; then, until it is
+        written, the bucket that it is at while it moves on, so that whoever looks knows where a rank died."""
+        opened: asyncio.Future[Publication] = asyncio.get_running_loop().create_future()
+        writing = asyncio.ensure_future(self.publisher.publish(version, opened.set_result))
+        try:
+            await asyncio.wait({opened, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                await writing  # it failed
+            yield await opened
+            async for at in moving(writing, lambda: self.publisher.at):
+                if isinstance(at, int):
+                    yield at
+        finally:
+            writing.cancel()
 
     async def digests(self, version: int) -> Digested:
         """Of this rank's part of publication `version`, which it makes meanwhile."""

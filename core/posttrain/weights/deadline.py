@@ -116,6 +116,11 @@ async def moving(work: Awaitable[T], at: Callable[[], int | None]) -> AsyncItera
 def abandon(task: asyncio.Future[Any]) -> None:
     """Cancel, and never ask again."""
     task.cancel()
+    quiet(task)
+
+
+def quiet(task: asyncio.Future[Any]) -> None:
+    """What goes wrong with it is told elsewhere, or nobody's: it is not logged when nobody asks."""
     task.add_done_callback(_ask)
 
 

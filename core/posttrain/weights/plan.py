@@ -11,6 +11,7 @@ piece; `BucketPlan.check` proves it, `coverage_problems` compares a plan with th
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from posttrain.errors import WeightSyncError
 
@@ -109,11 +111,28 @@ class BucketPlan:
         return self._slots.get(rank, 0)
 
     @cached_property
+    def places_in_rank(self) -> dict[int, int]:
+        """bucket → how many buckets its rank writes before it"""
+        before, places = Counter[int](), dict[int, int]()
+        for bucket in self.buckets:
+            places[bucket.index] = before[bucket.rank]
+            before[bucket.rank] += 1
+        return places
+
+    @cached_property
     def _slots(self) -> dict[int, int]:
         ends: dict[int, int] = {}
         for bucket in self.buckets:
             ends[bucket.rank] = max(ends.get(bucket.rank, 0), *(piece.source + piece.nbytes for piece in bucket.pieces))
         return ends
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It goes with every publication: packed once, and not unpacked where it is known."""
+        return _received, (self.digest, self._packed)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pickle.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the wire: pieces are tuples of their fields."""
@@ -138,6 +157,20 @@ class BucketPlan:
         problems = _layout_problems(self) + _cover_problems(self)
         if problems:
             raise WeightSyncError("\n  ".join(["the bucket plan is faulty:", *problems]), cause="a fault in its shards")
+
+
+_known: WeakValueDictionary[str, BucketPlan] = WeakValueDictionary()
+"""Plans that came from other processes, by their digests."""
+
+
+def _received(digest: str, packed: bytes) -> BucketPlan:
+    plan = _known.get(digest)
+    if plan is None:
+        plan = BucketPlan.from_dict(pickle.loads(packed))
+        if plan.digest != digest:
+            raise WeightSyncError(f"a bucket plan arrived damaged: it is {plan.digest}, not {digest}")
+        _known[digest] = plan
+    return plan
 
 
 def plan_buckets(

@@ -2,6 +2,8 @@
 
     publish → stage and verify while engines generate → all lanes voted → pause, apply, reset, stamp, resume → canary
 
+Lanes that have nothing else to do begin to stage while the publication is still being written.
+
 The first failure is the origin: it is recorded, every other lane is told and stops within a bucket. A failure before the vote
 touches no engine: the old version stays advertised and serves. A failure after it makes that lane invalid; the other lanes end
 what they have begun to apply. `weights.on_failure` decides what follows: raise; heal the lanes and retry once; or go on without
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.errors import RunAborted
-from posttrain.weights.deadline import abandon, in_thread, within
+from posttrain.weights.deadline import abandon, in_thread, quiet, within
 from posttrain.weights.failure import PeerFailure, Phase, as_failure, bounded, first
 from posttrain.weights.lane_end import LaneEnd
 from posttrain.weights.memory import shared_folder, sweep
@@ -55,6 +57,14 @@ class Update:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A version that lanes began to pull while it was written."""
+
+    version: int
+    tasks: Sequence[asyncio.Future[None]]
+
+
 class WeightPlane:
     """Brings engines to the policy's weights, one version after the other.
 
@@ -70,6 +80,7 @@ class WeightPlane:
         self.last_failure: PeerFailure | None = None
         self._canary, self._commits = canary, 0
         self._busy = asyncio.Lock()
+        self._ahead: _Ahead | None = None
 
     @classmethod
     def local(
@@ -118,22 +129,31 @@ class WeightPlane:
         """Snapshot the current weights, and what a canary needs of them. When this returns, training may go on: its next
         optimizer step waits until the publication is digested, see `PublicationPool.settle`."""
         began = time.perf_counter()
-        publication = await self._publish(version)
-        metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
-        return Update(publication, await self._expected_of_canary(), metrics)
+        try:
+            publication = await self._publish(version)
+            metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
+            return Update(publication, await self._expected_of_canary(), metrics)
+        except BaseException:
+            await self._not_ahead(version)
+            raise
 
     async def deliver(self, update: Update) -> dict[str, float]:
         """Bring every engine to a publication; of two that wait, a third replaces the older one."""
         publication, metrics = update.publication, dict(update.metrics)
         version = publication.version
         async with self._busy:
-            await self._of_policy(self.publisher.hold(version), f"publication {version} was not held")
+            try:
+                await self._of_policy(self.publisher.hold(version), f"publication {version} was not held")
+            except BaseException:
+                await self._not_ahead(version)
+                raise
             digests = asyncio.ensure_future(self._digests(publication))
             try:
                 await self._phase("time/stage_s", metrics, self._stage(publication, digests))
                 await self._phase("time/apply_s", metrics, self._commit(publication, digests))
             finally:
                 abandon(digests)
+                self._forget_ahead()
                 with contextlib.suppress(Exception):  # a rank that died holds nothing; what happened to it is said elsewhere
                     await within(self.publisher.release(version), self.config.abort_timeout_s)
             self.version, self._commits = version, self._commits + 1
@@ -143,6 +163,7 @@ class WeightPlane:
 
     async def close(self) -> None:
         """Give back all memory; idempotent. Engines are closed by whoever started them."""
+        self._forget_ahead()
         ends = [asyncio.ensure_future(close) for close in (*(lane.close() for lane in self.lanes), self.publisher.close())]
         await asyncio.wait(ends, timeout=self.config.abort_timeout_s)
         for end in ends:
@@ -161,7 +182,41 @@ class WeightPlane:
 
     async def _publish_once(self, version: int) -> Publication:
         limit = self.config.stage_timeout_s + self.config.abort_timeout_s  # its ranks have the shorter one
-        return await self._of_policy(self.publisher.publish(version), f"publication {version} was not made", timeout=limit)
+        writing = True
+
+        def opened(publication: Publication) -> None:
+            if writing and self._ahead is None and not self._busy.locked():
+                self._ahead = _Ahead(version, [self._begin(lane, publication) for lane in self._first_lanes()])
+
+        try:
+            what = f"publication {version} was not made"
+            return await self._of_policy(self.publisher.publish(version, opened), what, timeout=limit)
+        except PeerFailure:
+            await self._not_ahead(version)
+            raise
+        finally:
+            writing = False
+
+    # ---- lanes that are ahead: `deliver` asks them again, and they share the outcome
+
+    def _first_lanes(self) -> Sequence[LaneEnd]:
+        return self.lanes[: self.config.max_concurrent_lanes]
+
+    def _begin(self, lane: LaneEnd, publication: Publication) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(lane.stage(publication, timeout=self.config.stage_timeout_s))
+        quiet(task)  # `deliver` is told
+        return task
+
+    async def _not_ahead(self, version: int) -> None:
+        """Stop those who pull a publication that will not be delivered."""
+        if self._ahead is not None and self._ahead.version == version:
+            await self._stop(self._first_lanes(), f"publication {version} is not to be had")
+            self._forget_ahead()
+
+    def _forget_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        for task in ahead.tasks if ahead is not None else ():
+            abandon(task)
 
     async def _digests(self, publication: Publication) -> tuple[str, ...]:
         limit = self.config.stage_timeout_s + self.config.abort_timeout_s

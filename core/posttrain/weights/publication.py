@@ -3,6 +3,8 @@
 A publication is frozen while a lane holds it; training goes on meanwhile. With both slots taken, the next publication replaces
 one that nobody has pulled yet; when both are held it is refused. The second slot is only allocated when it is first needed.
 
+Lanes may pull a publication while it is being written: `opened` tells of it, and its slot says how far it is (`progress`).
+
 What proves a publication are digests of the policy's own memory, cast anew where it was cast into the slot, and not of the slot:
 so a copy that went wrong, or a slot that was overwritten, is found. They are made after the copy, while lanes pull already, and
 until then the policy's memory must not change: `settle` waits for them.
@@ -23,6 +25,7 @@ from posttrain.weights.digest import Digests, Part
 from posttrain.weights.failure import PeerFailure, first_exception, out_of_memory_fix
 from posttrain.weights.memory import Region
 from posttrain.weights.plan import Bucket, BucketPlan, ParameterSpec, Piece, Shards, plan_buckets
+from posttrain.weights.progress import Written, slot_bytes
 from posttrain.weights.transport import Handle, Transport
 
 SLOTS = 2
@@ -42,8 +45,14 @@ class LocalWeight:
 
     def spec(self, dtype: str | None) -> ParameterSpec:
         """As it travels: floating values in `dtype` (None: their own)."""
-        own = _name(self.values.dtype)
-        return ParameterSpec(self.name, dtype if dtype and self.values.is_floating_point() else own, tuple(self.shape))
+        return ParameterSpec(self.name, self._travels(dtype), tuple(self.shape))
+
+    def is_of(self, spec: ParameterSpec, dtype: str | None) -> bool:
+        """Whether `spec` is what it says it is: asked of every parameter of every publication."""
+        return self.name == spec.name and self.shape == spec.shape and self._travels(dtype) == spec.dtype
+
+    def _travels(self, dtype: str | None) -> str:
+        return dtype if dtype and self.values.is_floating_point() else _name(self.values.dtype)
 
 
 _NOTHING = LocalWeight("nothing", (0,), 0, torch.empty(0))
@@ -79,6 +88,13 @@ class Publication:
 
 Digested = Mapping[int, str]
 """bucket → digest"""
+
+Opened = Callable[[Publication], None]
+"""Told of a publication when lanes may begin to pull it, before it is written."""
+
+
+def nobody(publication: Publication) -> None:
+    """Nobody wants to know."""
 
 
 def merge_publications(parts: Sequence[Publication]) -> Publication:
@@ -133,6 +149,7 @@ class _Slot:
 
     region: Region
     handle: Handle
+    written: Written
     places: dict[str, list[Place]]
     publication: Publication | None = None
     digests: Digests = field(default_factory=lambda: Digests(()))
@@ -193,14 +210,17 @@ class PublicationPool:
             self._idle.clear()
             self._unwanted = self.at = None
 
-    def write(self, version: int, source: LocalSource) -> Publication:
-        """The publication that has begun; the first makes the plan. Raises as `publish` does."""
+    def write(self, version: int, source: LocalSource, opened: Opened = nobody) -> Publication:
+        """The publication that has begun; the first makes the plan. Raises as `publish` does, also after `opened` was told."""
         try:
             plan = self.plan or self.plan_for(source())
             slot = self._take_slot()
             slot.handle = self._transport.renew(slot.handle)
-            parts = list(self._copied(slot, version, source()))
+            slot.written.begin(version)
             publication = Publication(version, plan, {self.rank: slot.handle})
+            opened(publication)
+            with torch.no_grad():
+                parts = list(self._copied(slot, version, source()))
             with self._state:
                 self._go_on(version)
                 slot.publication, slot.digests, self.version = publication, Digests(parts), version
@@ -256,15 +276,17 @@ class PublicationPool:
         stream = iter(weights)
         for spec in self.plan.parameters:
             weight = next(stream, _NOTHING)
-            if weight.spec(self._dtype) != spec:
+            if not weight.is_of(spec, self._dtype):
                 raise self._changed(weight, spec)
             for index, piece, place in slot.places.get(spec.name, ()):
                 self._go_on(version)
                 self.at = index
                 try:
-                    yield index, self._write(place, piece, weight), place.dtype
+                    own = self._write(place, piece, weight)
+                    slot.written.piece(index)
                 except Exception as exc:
                     raise self._not_written(version, index, spec.name, exc) from exc
+                yield index, own, place.dtype
         extra = next(stream, None)
         if extra is not None:
             raise WeightSyncError(
@@ -280,7 +302,9 @@ class PublicationPool:
                 f"{self.peer} holds elements {held} of {piece.name}, the plan wants [{piece.start}, {piece.stop}) from it",
                 cause="the plan's shards are not how the policy is sharded",
             )
-        values = weight.values.detach().reshape(-1)[begin:end]
+        values = weight.values
+        if begin or end != values.numel() or values.dim() != 1:
+            values = values.reshape(-1)[begin:end]
         place.copy_(values)
         return values
 
@@ -323,8 +347,8 @@ class PublicationPool:
             if slot is not None:
                 slot.publication, slot.pulled = None, False
                 return slot
-        region, handle = self._transport.allocate(self.plan.slot_bytes(self.rank))  # not under the lock: it may take long
-        slot = _Slot(region, handle, self._places(region.buffer))
+        region, handle = self._transport.allocate(slot_bytes(self.plan, self.rank))  # not under the lock: it may take long
+        slot = _Slot(region, handle, Written(self.plan, self.rank, region.buffer), self._places(region.buffer))
         with self._state:
             self._slots.append(slot)
         return slot

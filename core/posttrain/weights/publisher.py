@@ -7,12 +7,21 @@ into its own slots, and their parts make one publication. Nothing is gathered, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from posttrain.weights.deadline import abandon, in_thread, start_thread, within
 from posttrain.weights.failure import PeerFailure, as_failure, first
-from posttrain.weights.publication import Digested, LocalSource, Publication, PublicationPool, merge_publications
+from posttrain.weights.publication import (
+    Digested,
+    LocalSource,
+    Opened,
+    Publication,
+    PublicationPool,
+    merge_publications,
+    nobody,
+)
 
 T = TypeVar("T")
 
@@ -26,9 +35,12 @@ STOP_S = 2.0
 class Publisher(Protocol):
     """Publications are immutable from `publish` until they are released (held) or replaced (never held)."""
 
-    async def publish(self, version: int) -> Publication:
-        """Snapshot the current weights. When this returns lanes may pull; the weights may change after `PublicationPool.settle`,
-        which whoever changes them calls. What fails leaves nothing of `version`."""
+    async def publish(self, version: int, opened: Opened = nobody) -> Publication:
+        """Snapshot the current weights. The weights may change after `PublicationPool.settle`, which whoever changes them calls.
+
+        opened: told of it once when lanes may begin to pull, while it is written. What fails leaves nothing of `version`, and
+        whoever told lanes to pull stops them.
+        """
 
     async def digests(self, version: int) -> Digested:
         """What lanes prove it by, which is made while they pull."""
@@ -66,10 +78,16 @@ class LocalPublisher:
     def at(self) -> int | None:
         return self.pool.at
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int, opened: Opened = nobody) -> Publication:
+        loop = asyncio.get_running_loop()
+
+        def tell(publication: Publication) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(opened, publication)
+
         try:
             self.pool.begin(version)  # here, not in the thread: a retraction may come before the thread has run
-            publication = await within(start_thread(self._publish, version), self.timeout_s)
+            publication = await within(start_thread(self._publish, version, tell), self.timeout_s)
         except TimeoutError as exc:
             self.pool.retract(version)
             raise self._late(version) from exc
@@ -79,8 +97,8 @@ class LocalPublisher:
         start_thread(self.pool.settle)  # lanes will ask, and the next step of the optimizer must not wait
         return publication
 
-    def _publish(self, version: int) -> Publication:
-        return self.pool.write(version, self._source)
+    def _publish(self, version: int, opened: Opened) -> Publication:
+        return self.pool.write(version, self._source, opened)
 
     async def digests(self, version: int) -> Digested:
         try:
@@ -114,8 +132,16 @@ class GroupPublisher:
     def __init__(self, ranks: Sequence[RankEnd], *, stop_timeout_s: float = 2 * STOP_S) -> None:
         self.ranks, self._stop_timeout_s = list(ranks), stop_timeout_s
 
-    async def publish(self, version: int) -> Publication:
-        tasks = [asyncio.ensure_future(rank.publish(version)) for rank in self.ranks]
+    async def publish(self, version: int, opened: Opened = nobody) -> Publication:
+        parts: list[Publication] = []
+
+        def tell(part: Publication) -> None:
+            parts.append(part)
+            if len(parts) == len(self.ranks):
+                with contextlib.suppress(PeerFailure):  # parts that do not fit are told once they are written
+                    opened(merge_publications(parts))
+
+        tasks = [asyncio.ensure_future(rank.publish(version, tell)) for rank in self.ranks]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failures = [_failure(rank, task) for rank, task in zip(self.ranks, tasks, strict=True) if _failed(task)]
@@ -154,7 +180,8 @@ class GroupPublisher:
         results = await asyncio.gather(*(call(rank) for rank in self.ranks), return_exceptions=True)
         for rank, result in zip(self.ranks, results, strict=True):
             if isinstance(result, Exception):
-                raise as_failure(result, peer=rank.name, phase="publish", message=f"{rank.name} did not {what}")
+                message = f"{rank.name} did not {what}"
+                raise as_failure(result, peer=rank.name, phase="publish", message=message, bucket=rank.at)
         return cast("list[T]", results)
 
 

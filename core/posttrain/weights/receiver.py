@@ -1,8 +1,9 @@
 """One rollout body's receiving end: it pulls a publication into its own staging memory, proves it, and hands it to its engine.
 
-Phase 1 (`stage`, `prove`) touches no engine. Phase 2 (`commit`) pauses it, applies, and lets it go on; what fails there leaves
-the lane invalid. Staging is one copy of the weights, reused from update to update, and dropped with its transport when a pull is
-overdue: whoever still writes to it writes to memory that nobody reads.
+Phase 1 (`stage`, `prove`) touches no engine; it may begin while the publication is still being written. Phase 2 (`commit`) pauses
+the engine, applies, and lets it go on; what fails there leaves the lane invalid. Staging is one copy of the weights, reused from
+update to update, and dropped with its transport when a pull is overdue: whoever still writes to it writes to memory that nobody
+reads.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.deadline import in_thread, start_thread, within
+from posttrain.weights.deadline import in_thread, quiet, start_thread, within
 from posttrain.weights.digest import bucket_digest
 from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
 from posttrain.weights.memory import Region, shared_folder, sweep
 from posttrain.weights.plan import Bucket, coverage_problems, pull_order
+from posttrain.weights.progress import Known, staging_bytes
 from posttrain.weights.publication import Publication
 from posttrain.weights.transport import Staged, Transport
 
@@ -39,6 +41,22 @@ DIGESTS = 2
 
 CLOSE_S = 30.0
 """How long an engine that is to be replaced may take to close."""
+
+
+POLL_S = 0.002
+"""How soon a lane looks again whether a bucket is written."""
+
+
+@dataclass
+class _Begun:
+    """A `stage` under way or done, and how many wait for it."""
+
+    publication: Publication
+    work: asyncio.Future[None]
+    waiting: int = 0
+
+    def of(self, publication: Publication) -> bool:
+        return (publication.version, publication.handles) == (self.publication.version, self.publication.handles)
 
 
 @dataclass
@@ -69,12 +87,13 @@ class Receiver:
         self._number, self._compare, self._grace_s = number, compare_bytes, grace_s
         self._transport = transport.fresh()
         self._staging: Region | None = None
+        self._begun: _Begun | None = None
         self._arrived: _Arrived | None = None
         self._staged: Staged | None = None
-        self._pulling: asyncio.Future[_Arrived] | None = None
         self._thread: asyncio.Future[None] | None = None
         self._bucket: Bucket | None = None
         self._stop_cause: str | None = None
+        self._waits_for = ""
 
     @property
     def at(self) -> int | None:
@@ -82,16 +101,36 @@ class Receiver:
         return self._bucket.index if self._bucket is not None else None
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
-        """Pull and digest every bucket while the engine generates; `prove` compares, and votes.
+        """Pull and digest every bucket, each once it is written, while the engine generates; `prove` compares, and votes. Who
+        asks for a publication that is being staged, or is staged, waits with the first and shares its outcome.
 
         Raises PeerFailure naming the bucket; the lane is then aborted and the engine untouched.
         """
-        lane = self.lane
-        await self._stop("another update began")
-        self._bucket = self._stop_cause = self._arrived = self._staged = None
+        begun = self._begun
+        if begun is None or not begun.of(publication):
+            begun = self._begun = _Begun(publication, asyncio.ensure_future(self._stage(publication, timeout, begun)))
+            quiet(begun.work)
+        begun.waiting += 1
         try:
-            self._pulling = asyncio.ensure_future(self._open_and_pull(publication))
-            self._arrived = await within(self._pulling, timeout)
+            await asyncio.shield(begun.work)
+        except asyncio.CancelledError:
+            if begun.work.cancelled():
+                raise self._stopped() from None  # before it did anything
+            if begun.waiting == 1:
+                await self._end(begun, None)
+            raise
+        finally:
+            begun.waiting -= 1
+
+    async def _stage(self, publication: Publication, timeout: float, before: _Begun | None) -> None:
+        lane = self.lane
+        try:
+            await self._end(before, "another update began")
+            if lane.under_way and lane.state != "applying":
+                lane.abort("another update began")  # what is staged is not wanted
+            self._bucket = self._stop_cause = self._arrived = self._staged = None
+            self._waits_for = ""
+            self._arrived = await within(self._open_and_pull(publication), timeout)
         except TimeoutError as exc:
             await self._settle(grace_s=0.0)
             lane.abort(f"staging took longer than {timeout:.3g} s")
@@ -101,9 +140,7 @@ class Receiver:
             lane.abort(self._stop_cause or "cancelled")
             if self._stop_cause is None:
                 raise
-            raise PeerFailure(
-                f"lane {self.name}: stopped: {self._stop_cause}", peer=self.name, phase="stage", stopped=True
-            ) from None
+            raise self._stopped() from None
         except Exception as exc:
             lane.abort(str(exc) or type(exc).__name__)
             raise as_failure(
@@ -115,7 +152,7 @@ class Receiver:
 
         Raises PeerFailure naming the bucket; the lane is then aborted and the engine untouched.
         """
-        arrived, self._arrived = self._arrived, None
+        arrived, self._arrived, self._begun = self._arrived, None, None
         if arrived is None:
             raise PeerFailure(
                 f"lane {self.name}: {self._stop_cause or 'nothing is staged'}", peer=self.name, phase="stage",
@@ -205,23 +242,24 @@ class Receiver:
             lane.set_bucket_plan(plan)
         epoch = lane.epoch + 1
         lane.begin_weight_update(epoch, publication.version)
-        staging = self._staging_for(plan.nbytes)
+        staging = self._staging_for(staging_bytes(plan))
         arrived = _Arrived(publication, epoch, staging)
         await self._pull_all(arrived)
         return arrived
 
     async def _pull_all(self, arrived: _Arrived) -> None:
         publication, staging = arrived.publication, arrived.staging
-        digesting = deque[tuple[Bucket, asyncio.Future[str]]]()
+        digesting, known = deque[tuple[Bucket, asyncio.Future[str]]](), Known(publication.plan, publication.version)
+        left = deque(pull_order(publication.plan.buckets, self._number))
 
         async def one_digested() -> None:
             bucket, thread = digesting.popleft()
             arrived.digests[bucket.index] = await self._done(publication, bucket, thread)
             self.lane.stage(arrived.epoch, bucket.index)
 
-        for bucket in pull_order(publication.plan.buckets, self._number):
-            self._bucket = bucket
-            self._thread = start_thread(self._pull, publication, bucket, staging)
+        while left:
+            bucket = self._bucket = await self._next(left, known, publication, staging)
+            self._thread = start_thread(self._pull, publication, bucket, known, staging)
             await self._done(publication, bucket, self._thread)
             digesting.append((bucket, start_thread(self._digest, bucket, staging)))
             if len(digesting) > DIGESTS:
@@ -229,16 +267,37 @@ class Receiver:
         while digesting:
             await one_digested()
 
+    async def _next(self, left: deque[Bucket], known: Known, publication: Publication, staging: Region) -> Bucket:
+        """Take the first bucket that is written; wait for it."""
+        while True:
+            self._bucket = first = left[0]
+            if not known.has(first):
+                self._thread = start_thread(self._look, publication, first.rank, known, staging)
+                await self._done(publication, first, self._thread)
+            for place, bucket in enumerate(left):
+                if known.has(bucket):
+                    del left[place]
+                    self._waits_for = ""
+                    return bucket
+            self._waits_for = known.plain(first.rank)
+            await asyncio.sleep(POLL_S)
+
+    def _look(self, publication: Publication, rank: int, known: Known, staging: Region) -> None:
+        """How far a rank is. Runs in a thread."""
+        self._transport.pull(publication.handles[rank], known.pieces(rank), staging)
+        known.read(rank, staging.buffer)
+
     async def _done(self, publication: Publication, bucket: Bucket, thread: asyncio.Future[T]) -> T:
         try:
             return await asyncio.shield(thread)
         except Exception as exc:
             raise self._bucket_failure(publication, bucket, exc) from exc
 
-    def _pull(self, publication: Publication, bucket: Bucket, staging: Region) -> None:
-        """Runs in a thread."""
+    def _pull(self, publication: Publication, bucket: Bucket, known: Known, staging: Region) -> None:
+        """A bucket, and how far its rank is by now. Runs in a thread."""
         handle = publication.handles[bucket.rank]
-        self._transport.pull(handle, bucket.pieces, staging)
+        self._transport.pull(handle, (*bucket.pieces, *known.pieces(bucket.rank)), staging)
+        known.read(bucket.rank, staging.buffer)
         if self._compare:
             again = self._transport.staging(staging.nbytes)
             self._transport.pull(handle, bucket.pieces, again)
@@ -252,10 +311,17 @@ class Receiver:
 
     async def _stop(self, cause: str) -> None:
         """End a running `stage`; returns when nothing writes to the staging memory any more."""
-        if self._pulling is not None and not self._pulling.done():
+        begun, self._begun = self._begun, None
+        await self._end(begun, cause)
+
+    async def _end(self, begun: _Begun | None, cause: str | None) -> None:
+        if begun is not None and not begun.work.done():
             self._stop_cause = cause
-            self._pulling.cancel()
-            await self._settle(grace_s=self._grace_s)
+            begun.work.cancel()
+            await asyncio.wait({begun.work})
+
+    def _stopped(self) -> PeerFailure:
+        return PeerFailure(f"lane {self.name}: stopped: {self._stop_cause}", peer=self.name, phase="stage", stopped=True)
 
     async def _settle(self, *, grace_s: float) -> None:
         """Let the running pull end; after `grace_s` give up its transport and the memory that it writes to."""
@@ -319,7 +385,7 @@ class Receiver:
             phase="stage",
             bucket=bucket.index if bucket is not None else None,
             where=_place(bucket) if bucket is not None else "",
-            cause=f"bucket {bucket.index} had not arrived" if bucket is not None else "",
+            cause=(self._waits_for or f"bucket {bucket.index} had not arrived") if bucket is not None else "",
             fix="raise weights.stage_timeout_s, or look at the machine that publishes",
             code="deadline",
         )

@@ -14,7 +14,7 @@ from posttrain.errors import WeightSyncError
 from posttrain.loop.sim.engine import Injected, SimEngine
 from posttrain.weights.deadline import in_thread
 from posttrain.weights.plan import BucketPlan, ParameterSpec, plan_buckets
-from posttrain.weights.publication import SLOTS, Publication
+from posttrain.weights.publication import SLOTS, Opened, Publication, nobody
 from posttrain.weights.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -55,21 +55,24 @@ class SimLane(Receiver):
         self.stalls = self.failing = False
         self.injected = 0
 
-    async def stage(self, publication: Publication, *, timeout: float) -> None:
+    async def _open_and_pull(self, publication: Publication) -> Any:
         assert isinstance(self.engine, SimEngine)
         if self._rng.random() < self._faults:
             fault = self._rng.choice(FAULTS)
             self.injected += 1
             self.stalls, self.failing = fault == "pull stalls", fault == "pull raises"
             self.engine.fault = "" if fault.startswith("pull") else fault
-        await super().stage(publication, timeout=timeout)
+        return await super()._open_and_pull(publication)
 
     def _staging_for(self, nbytes: int) -> Any:
         if self._staging is None:
             self._staging = _Staging()  # type: ignore[assignment]
         return self._staging
 
-    def _pull(self, publication: Publication, bucket: Any, staging: Any) -> None:
+    def _look(self, publication: Publication, rank: int, known: Any, staging: Any) -> None:
+        known.all_of(rank)
+
+    def _pull(self, publication: Publication, bucket: Any, known: Any, staging: Any) -> None:
         if self.failing:
             self.failing = False
             raise Injected("pull raises")
@@ -89,10 +92,12 @@ class SimPublisher:
         self._held: dict[int, int] = {}
         self._last = -1
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int, opened: Opened = nobody) -> Publication:
         if version <= self._last:
             raise WeightSyncError(f"version {version} does not advance past {self._last}")
-        return await in_thread(self._publish, version)
+        publication = await in_thread(self._publish, version)
+        opened(publication)
+        return publication
 
     def _publish(self, version: int) -> Publication:
         assert not self._policy.busy, f"version {version} is copied while the policy trains"
