@@ -66,7 +66,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    made.add_node(num_cpus=2)
+    made.add_node(num_cpus=3)
     before, os.environ["RAY_ADDRESS"] = os.environ.get("RAY_ADDRESS"), made.address
     yield made
     del os.environ["RAY_ADDRESS"]
@@ -130,6 +130,17 @@ def test_the_numbers_are_those_of_one_process(root: Path, whole: Any) -> None:
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     tokens = [[(r["sample_id"], r["token_ids"]) for r in read_rollouts(run.run)] for run in (alone, whole)]
     assert tokens[0] == tokens[1]
+
+
+def test_two_copies_of_a_policy_of_two_shards_compute_the_same(root: Path, whole: Any) -> None:
+    """HSDP: four ranks, each of which publishes a quarter."""
+    hybrid = start(root, "grid.shapes.policy=[1,4]", "grid.dp_replicate=2", "grid.dp_shard=2", "grid.shapes.rollout=[1,1]")
+    for ours, theirs in zip(read_metrics(hybrid.run), read_metrics(whole.run), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"] and ours["tokens/trained"] == theirs["tokens/trained"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert sorted(json.loads((hybrid.run / "logs" / "roles.json").read_text())) == [
+        "policy-0", "policy-1", "policy-2", "policy-3", "rollout-0",
+    ]  # fmt: skip
 
 
 def test_every_token_carries_the_version_that_sampled_it(whole: Any) -> None:
