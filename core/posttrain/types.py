@@ -120,7 +120,7 @@ class Trajectory:
     @property
     def given(self) -> bool:
         """Whether its tokens came with the data: there are some, and no version of the weights sampled any."""
-        return max(self.weight_versions, default=0) == ENV_VERSION
+        return bool(self.weight_versions) and max(self.weight_versions) == ENV_VERSION
 
     @property
     def truncated(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 WORTH_A_PROCESS = 50
 """Schedules for which it pays to start a process."""
+CHUNK = 8
+"""Schedules that a process takes at once: neighbours, which share their undisturbed run, and few, so that all end together."""
 
 EPILOG = """\
 examples:
@@ -63,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
     many, began, lives, seconds = last - first, time.perf_counter(), 0, 0.0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = 1 if args.trace else min(args.jobs or cores, math.ceil(many / WORTH_A_PROCESS))
-    for seed, found in zip(range(first, last), _each(range(first, last), args, jobs), strict=True):
-        lives, seconds = lives + found.lives, seconds + found.seconds
-        if found.problem:
-            print(failure(simulate(world(seed, args), trace=True), args), file=sys.stderr)
-            return EXIT_UNEXPECTED
+    with _few_collections():
+        for seed, found in zip(range(first, last), _each(range(first, last), args, jobs), strict=True):
+            lives, seconds = lives + found.lives, seconds + found.seconds
+            if found.problem:
+                print(failure(simulate(world(seed, args), trace=True), args), file=sys.stderr)
+                return EXIT_UNEXPECTED
     spent = time.perf_counter() - began
     print(
         f"{many} schedule{'s' if many > 1 else ''}, {lives} processes, {seconds / 3600:.1f} virtual hours in {spent:.1f} s "
@@ -91,11 +96,26 @@ def _each(seeds: range, args: argparse.Namespace, jobs: int) -> Iterator[_Outcom
     if jobs == 1:
         yield from map(one, seeds)
         return
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    # a fork has all modules at once, which a new process is seconds in importing; elsewhere than on Linux it is not safe
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
-        yield from pool.map(one, seeds, chunksize=5)
+        yield from pool.map(one, seeds, chunksize=CHUNK)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """What is loaded is left out of garbage collections, and they are rare: a schedule makes much that soon goes by itself."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _outcome(args: argparse.Namespace, seed: int) -> _Outcome:

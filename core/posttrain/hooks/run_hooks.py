@@ -49,7 +49,8 @@ class RunHooks:
         self.active = list(active)
         self._by_hook = {id(a.hook): a for a in active}
         self._manager = _Manager(PROJECT)
-        self._manager.add_hookspecs(HookSpecs)
+        if self.active:
+            self._manager.add_hookspecs(HookSpecs)
         for entry in reversed(self.active):  # pluggy calls the last registered first
             self._manager.register(entry.hook, name=entry.label)
         self._saved: dict[str, Any] = {}

@@ -12,6 +12,7 @@ rewards as the environment gave them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -89,9 +90,7 @@ def refuse_split(rows: Sequence[Trajectory]) -> None:
         )
 
 
-def reward_columns(
-    rows: Sequence[Trajectory], ranges: Mapping[str, tuple[float, float]]
-) -> tuple[list[float | None], list[str]]:
+def reward_columns(rows: Sequence[Trajectory], ranges: Mapping[str, tuple[float, float]]) -> tuple[list[float | None], list[str]]:
     """The reward of each trajectory within the range of its environment, None when unscorable, and its group."""
     return [_within(t, ranges) if t.scorable else None for t in rows], [t.group_id for t in rows]
 
@@ -194,7 +193,8 @@ def reward_metrics(rows: Sequence[Trajectory], env: str = "") -> dict[str, float
         if values:
             out |= {f"{name}{of}/mean": statistics.fmean(values), f"{name}{of}/min": min(values), f"{name}{of}/max": max(values)}
     if rewards:
-        out[f"reward{of}/std"] = statistics.pstdev(rewards)
+        mean = out[f"reward{of}/mean"]
+        out[f"reward{of}/std"] = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
     out[f"rollout{of}/unscorable_count"] = sum(not t.scorable for t in rows)
     if rows:
         out[f"rollout{of}/truncated_share"] = sum(t.truncated for t in rows) / len(rows)

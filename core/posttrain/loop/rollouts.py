@@ -212,11 +212,11 @@ class Rollouts:
         while True:
             episode.take(done)
             state.messages, state.completion, state.turn = list(episode.messages), episode.completion, episode.turn
-            state.trajectory = episode.trajectory(name, draw.group_id, draw.env)
+            trajectory = state.trajectory = episode.trajectory(name, draw.group_id, draw.env)
             if done.finish_reason == "error":
                 failure = Reward(None, info={"cause": "engine", "error": done.error or ""})
             if not several or done.finish_reason in ("aborted", "error"):
-                break
+                return trajectory, failure
             said = await self._unless_stopped(play, self.scorer.respond(draw.env, state))
             if self._stopped[play.request_id].is_set():
                 episode.finish_reason = "aborted"

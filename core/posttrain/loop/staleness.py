@@ -6,6 +6,7 @@ strictly on-policy. Only tokens that train count: not the environment's, and not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -35,7 +36,7 @@ def staleness_metrics(trajectories: Iterable[Trajectory], step: int) -> dict[str
     lags = step - 1 - np.concatenate(rows)
     return {
         "staleness/mean": float(lags.mean()),
-        "staleness/p95": float(np.quantile(lags, 0.95, method="inverted_cdf")),
+        "staleness/p95": float(np.sort(lags)[math.ceil(0.95 * lags.size - 1)]),
         "staleness/max": float(lags.max()),
         "staleness/oldest": float(np.mean([step - 1 - versions.min() for versions in rows])),
     }

@@ -30,7 +30,8 @@ def agree(values: Floats) -> bool:
     """Whether these rewards are all the same: max − min ≤ 1e-9·max(1, max|r|). One value, or none, agrees with itself."""
     if values.size < 2:
         return True
-    return bool(values.max() - values.min() <= AGREEMENT * max(1.0, float(np.abs(values).max())))
+    low, high = float(values.min()), float(values.max())
+    return high - low <= AGREEMENT * max(1.0, high, -low)
 
 
 def scored(rewards: Rewards, groups: Sequence[Hashable], trained: Sequence[bool]) -> tuple[Floats, NDArray[np.bool_]]:
@@ -48,8 +49,8 @@ def scored(rewards: Rewards, groups: Sequence[Hashable], trained: Sequence[bool]
 def members(groups: Sequence[Hashable], counts: NDArray[np.bool_]) -> Iterator[Indices]:
     """The rows that count, group by group, in order of first appearance. Groups without one are left out."""
     rows: dict[Hashable, list[int]] = {}
-    for index in np.flatnonzero(counts):
-        rows.setdefault(groups[int(index)], []).append(int(index))
+    for index in np.flatnonzero(counts).tolist():
+        rows.setdefault(groups[index], []).append(index)
     for indices in rows.values():
         yield np.array(indices, dtype=np.intp)
 

@@ -8,6 +8,7 @@ that enters advantages and prompts, so that a state of the wrong moment shows in
 from __future__ import annotations
 
 import asyncio
+import marshal
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,8 +157,8 @@ class SimPolicy:
     def train_step(self, rows: list[Row]) -> StepResult:
         self.busy = False
         digest = blake2b(self.weights.encode(), digest_size=8)
-        for row in rows:
-            digest.update(repr((row.id, row.input_ids, row.mask, row.rollout_logprobs, row.advantage, row.reward)).encode())
+        for row in rows:  # marshal: as exact as repr, in a tenth of the time; version 2 has no references, which may differ
+            digest.update(marshal.dumps((row.id, row.input_ids, row.mask, row.rollout_logprobs, row.advantage, row.reward), 2))
         self.weights = digest.hexdigest()
         self.trained = [row.id for row in rows]
         self._trace("policy", f"trained {len(rows)} rows → {self.weights[:6]}")
@@ -229,4 +230,4 @@ class Records:
 def length(seed: int, index: int, tail: float) -> int:
     """Tokens of a sample: short ones, and some that are ten times as long."""
     rng = random.Random(f"length {seed} {index}")
-    return rng.randint(1, 12) if rng.random() >= tail else rng.randint(60, 180)
+    return rng.randint(1, 6) if rng.random() >= tail else rng.randint(30, 90)

@@ -76,28 +76,25 @@ class SimEngine(Engine):
     async def start(self) -> None:
         self.version, self.invalid, self.weights, self.paused, self.closed = None, None, "", False, False
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:  # type: ignore[override]
+    def ask(self, request: Request, outbox: Outbox) -> list[_Sample]:
+        """Begin its samples; what becomes of them comes to `outbox`. Whoever asked ends them with `forget`."""
         self.refuse_invalid()
         self._refuse_dead()
         if self.version is None:
             raise WeightSyncError("no weights yet")
-        outbox: Outbox = asyncio.Queue()
-        mine = [self._sample(request, index, outbox) for request in requests for index in range(request.n)]
+        mine = [self._sample(request, index, outbox) for index in range(request.n)]
         self._rng.shuffle(mine)
         self.waiting.extend(mine)
         self._fill()
-        try:
-            owed = {(s.request.id, s.index) for s in mine}
-            while owed:
-                item = await outbox.get()
-                if isinstance(item, BaseException):
-                    raise item
-                owed.discard((item.request_id, item.index))
-                yield item
-        finally:
-            for sample in mine:
-                self._drop(sample)
-            self._fill()
+        return mine
+
+    def forget(self, samples: Sequence[_Sample]) -> None:
+        for sample in samples:
+            self._drop(sample)
+        self._fill()
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        raise NotImplementedError  # the fleet asks
 
     async def abort(self, request_id: str) -> None:
         await asyncio.sleep(self._rng.random() * 0.2)
@@ -154,7 +151,7 @@ class SimEngine(Engine):
 
     def _sample(self, request: Request, index: int, outbox: Outbox) -> _Sample:
         total = min(length(request.seed, index, self._world.tail), request.sampling.max_tokens)
-        return _Sample(request, index, outbox, total, 0.03 + 0.07 * self._rng.random())
+        return _Sample(request, index, outbox, total, 0.06 + 0.14 * self._rng.random())
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.capacity and not self.paused and self._can:
@@ -259,29 +256,25 @@ class SimFleet:
             await engine.start()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        finished: asyncio.Queue[Completion | BaseException | None] = asyncio.Queue()
-        tasks = []
-        for request in requests:
-            engine = min(self.engines, key=lambda one: (one.load, self._rng.random()))
-            tasks.append(asyncio.create_task(self._drain(engine, request, finished), name=f"drain {request.id}"))
-        await asyncio.sleep(0)
-        if training := {request.id for request in requests if not request.id.startswith("validation")}:
-            self.asked |= training
-            self.dispatched(self.asked, sum(engine.training for engine in self.engines))
+        outbox: Outbox = asyncio.Queue()
+        asked: list[tuple[SimEngine, list[_Sample]]] = []
         try:
-            left = len(tasks)
-            while left:
-                item = await finished.get()
+            for request in requests:
+                engine = min(self.engines, key=lambda one: (one.load, self._rng.random()))
+                asked.append((engine, engine.ask(request, outbox)))
+            if training := {request.id for request in requests if not request.id.startswith("validation")}:
+                self.asked |= training
+                self.dispatched(self.asked, sum(engine.training for engine in self.engines))
+            owed = {(sample.request.id, sample.index) for _, samples in asked for sample in samples}
+            while owed:
+                item = await outbox.get()
                 if isinstance(item, BaseException):
                     raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
+                owed.discard((item.request_id, item.index))
+                yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for engine, samples in asked:
+                engine.forget(samples)
 
     async def abort(self, request_id: str) -> None:
         for engine in self.engines:
@@ -290,14 +283,6 @@ class SimFleet:
     async def close(self) -> None:
         for engine in self.engines:
             await engine.close()
-
-    async def _drain(self, engine: SimEngine, request: Request, into: asyncio.Queue[Any]) -> None:
-        try:
-            async for done in engine.generate([request]):
-                into.put_nowait(done)
-            into.put_nowait(None)
-        except Exception as exc:
-            into.put_nowait(exc)
 
     def _completed(self) -> None:
         self.completions += 1

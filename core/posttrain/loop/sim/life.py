@@ -192,6 +192,7 @@ class Life:
 
     def _die(self, how: str) -> None:
         """The process is gone: what it had not handed to the operating system never was."""
+        how = how.replace(str(self.run.folder), "the run's folder")  # whose name is of no seed
         self.run.trace("run", how)
         self.run.causes.append(how)
         path, ledger = self.run.folder / "ledger.jsonl", self.parts.ledger

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from posttrain.loop.sim import laws
 from posttrain.loop.sim.life import Life, Run
@@ -117,13 +118,21 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _no_memory(folder: Path) -> list[Path]:
+    return []
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Rewards fail by the dozen here, and what is killed has coroutines that were never begun."""
+    """Rewards fail by the dozen here, what is killed has coroutines that were never begun, and no lane has memory to sweep."""
     log = logging.getLogger("posttrain.rewards")
     before, log.disabled = log.disabled, True
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            mock.patch("posttrain.weights.plane.sweep", _no_memory),
+            mock.patch("posttrain.weights.receiver.sweep", _no_memory),
+        ):
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:

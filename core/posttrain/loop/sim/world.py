@@ -155,20 +155,20 @@ def _traits(rng: random.Random, order: Order) -> Traits:
 
     return Traits(
         hang=now_and_then(0.2, 0.1), crash=now_and_then(0.2, 0.2), none=now_and_then(0.2, 0.2), nan=now_and_then(0.1, 0.1),
-        tie=now_and_then(0.5, 0.5), bad=now_and_then(0.2, 0.1), stateful=order == "logical" and rng.random() < 0.3,
+        tie=now_and_then(0.5, 0.5), bad=now_and_then(0.2, 0.1), stateful=order == "logical" and rng.random() < 0.5,
     )  # fmt: skip
 
 
 def _config(rng: random.Random, order: Order, ahead: int, traits: Traits) -> RunConfig:
     replicas = rng.choice([1, 1, 2])
-    group, groups = rng.randint(2, 4), replicas * rng.randint(1, 3)
+    group, groups = rng.randint(2, 4), replicas * rng.randint(1, 4 - replicas)
     sampling = rng.random() < 0.3
     informative = rng.randint(1, groups) if sampling else 0
     return RunConfig(
         name="sim", seed=rng.randrange(1000), model=ModelConfig(name_or_path="sim"),
         environments=(EnvironmentConfig(name="sim"),),
         rl=RLConfig(
-            steps=rng.randint(2, 6), group_size=group, batch_per_replica=group * groups,
+            steps=rng.choice([2, 3, 3, 4, 4, 5, 6]), group_size=group, batch_per_replica=group * groups,
             discard_group_zero_advantage=rng.random() < 0.5, max_uninformative_batches=1000,
             min_informative_groups=informative, dynamic_sampling_max_extra_rollouts=rng.randint(1, 3) if sampling else 0,
             dynamic_sampling_on_budget_exhausted="proceed",
