@@ -339,7 +339,7 @@ def fails_to_save(case: Case) -> Any:
 
 
 def rank_call(method: str, *args: Any) -> Any:
-    """A method of this process's PolicyRank, run to its end: of a stream the last; `RANK` among the arguments is the rank."""
+    """A method of this process's PolicyRank, run to its end: of a stream what is no number; `RANK` stands for the rank."""
     import asyncio
     import inspect
 
@@ -349,7 +349,7 @@ def rank_call(method: str, *args: Any) -> Any:
     result = getattr(end, method)(*(STATE["rank"] if arg == "RANK" else arg for arg in args))
 
     async def last() -> Any:
-        return [said async for said in result][-1]
+        return [said async for said in result if not isinstance(said, int)][-1]
 
     if inspect.isasyncgen(result):
         return asyncio.run(last())

@@ -531,13 +531,14 @@ def test_an_update_is_stopped_while_its_engine_is_asked_what_it_takes():
 
     async def scenario() -> None:
         update = asyncio.ensure_future(sync.sync(1))
-        while not (engine.asked.is_set() and sync._busy.locked()):  # not while it is still published: then it is asked again
+        lane = sync.lanes[0]
+        while not (engine.asked.is_set() and lane._begun.waiting == 2):  # before it is to be delivered it would be asked again
             await asyncio.sleep(0.001)
-        await sync.lanes[0].abort("a test says so")
+        await lane.abort("a test says so")
         with pytest.raises(WeightSyncError, match="stopped: a test says so"):
             await update
         engine.gate.set()
-        assert sync.lanes[0].lane.state == "idle" and engine.log == []
+        assert lane.lane.state == "idle" and engine.log == []
         await sync.sync(2)
 
     run(scenario())

@@ -183,7 +183,7 @@ _define(
     ("weights/canary_max", "nats", "Largest difference between engine and trainer on the probe, when it ran."),
     ("weights/canary_mean", "nats", "Mean of the same."),
     ("time/publish_s", "s", "Snapshot of the policy's weights. A part of time/sync_s, like the three below."),
-    ("time/stage_s", "s", "Copying and verifying it beside the engine, which goes on generating."),
+    ("time/stage_s", "s", "What was left of copying and verifying it when it was to be delivered. Engines generate meanwhile."),
     ("time/apply_s", "s", "Pause, take the weights, drop the caches, resume."),
     ("time/canary_s", "s", "The canary."),
 )

@@ -26,7 +26,7 @@ from posttrain.weights.memory import Region, shared_folder, sweep
 from posttrain.weights.plan import Bucket, coverage_problems, pull_order
 from posttrain.weights.progress import Known, staging_bytes
 from posttrain.weights.publication import Publication
-from posttrain.weights.transport import Staged, Transport
+from posttrain.weights.transport import Staged, Transport, runs
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import Engine
@@ -73,15 +73,9 @@ class Receiver:
     """The `LaneEnd` of an engine in this process. `lane` says what may happen, this does it. number: see `pull_order`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        transport: Transport,
-        *,
-        name: str = "rollout-0",
-        number: int = 0,
-        compare_bytes: bool = False,
+        self, engine: Engine, transport: Transport, *, name: str = "rollout-0", number: int = 0, compare_bytes: bool = False,
         grace_s: float = GRACE_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.engine, self.name, self.lane = engine, name, Lane(name)
         self.proved = False
         self._number, self._compare, self._grace_s = number, compare_bytes, grace_s
@@ -307,7 +301,7 @@ class Receiver:
 
     def _digest(self, bucket: Bucket, staging: Region) -> str:
         """Runs in a thread, beside the pulls of the next buckets."""
-        return bucket_digest(staging.buffer, [(p.target, p.nbytes) for p in bucket.pieces])
+        return bucket_digest(staging.buffer, [(target, nbytes) for _, target, nbytes in runs(bucket.pieces)])
 
     async def _stop(self, cause: str) -> None:
         """End a running `stage`; returns when nothing writes to the staging memory any more."""
@@ -364,31 +358,21 @@ class Receiver:
 
     def _bucket_failure(self, publication: Publication, bucket: Bucket, exc: Exception) -> PeerFailure:
         known = exc if isinstance(exc, WeightSyncError) else None
+        what = f"bucket {bucket.index} of publication {publication.version} {known.message if known else 'was not pulled'}"
         return PeerFailure(
-            f"lane {self.name}: bucket {bucket.index} of publication {publication.version} "
-            f"{known.message if known else 'was not pulled'}",
-            peer=self.name,
-            phase="stage",
-            bucket=bucket.index,
-            where=_place(bucket),
-            cause=known.cause if known else first_exception(exc),
-            fix=known.fix if known else out_of_memory_fix(exc),
-            code=known.code if known else None,
-            retryable=known.retryable if known else None,
-        )
+            f"lane {self.name}: {what}", peer=self.name, phase="stage", bucket=bucket.index, where=_place(bucket),
+            cause=known.cause if known else first_exception(exc), fix=known.fix if known else out_of_memory_fix(exc),
+            code=known.code if known else None, retryable=known.retryable if known else None,
+        )  # fmt: skip
 
     def _late(self, publication: Publication, timeout: float) -> PeerFailure:
         bucket = self._bucket
         return PeerFailure(
-            f"lane {self.name}: publication {publication.version} was not staged within {timeout:.3g} s",
-            peer=self.name,
-            phase="stage",
-            bucket=bucket.index if bucket is not None else None,
-            where=_place(bucket) if bucket is not None else "",
-            cause=(self._waits_for or f"bucket {bucket.index} had not arrived") if bucket is not None else "",
-            fix="raise weights.stage_timeout_s, or look at the machine that publishes",
-            code="deadline",
-        )
+            f"lane {self.name}: publication {publication.version} was not staged within {timeout:.3g} s", peer=self.name,
+            phase="stage", bucket=None if bucket is None else bucket.index, where="" if bucket is None else _place(bucket),
+            cause="" if bucket is None else self._waits_for or f"bucket {bucket.index} had not arrived",
+            fix="raise weights.stage_timeout_s, or look at the machine that publishes", code="deadline",
+        )  # fmt: skip
 
     # ---- phase 2
 
