@@ -169,7 +169,7 @@ class TestUntied:
             if fault != "partial":
                 pull(handle, pieces, into)
             if fault == "corrupt":
-                into.buffer[pieces[-1].target] ^= 1
+                into.buffer[pieces[0].target] ^= 1
 
         async def work() -> list[Completion]:
             running = asyncio.ensure_future(collect(rig.engine, long))
