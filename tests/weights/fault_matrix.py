@@ -370,7 +370,7 @@ FIRST = {
     ("stage", "corrupt"): "arrived damaged",
     ("stage", "wrong epoch"): r"epoch \d+ lacks",
     ("stage", "partial"): "arrived damaged",
-    ("stage", "owner dies"): r"its process died|is not in this process",
+    ("stage", "owner dies"): r"its process died|ended by signal 9|is not in this process",
     ("apply", "raise"): "RuntimeError: injected fault",
     ("apply", "die"): r"ended by signal 9|its task was cancelled",
     ("apply", "stall"): r"not applied within \S+ s",
