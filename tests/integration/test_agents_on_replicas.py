@@ -58,7 +58,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [row for step in range(1, STEPS + 1) for row in read_rollouts(run, step)]
 
 
-def test_agents_ask_at_the_port_of_each_replica_and_stay_at_one(rows: list[dict[str, Any]]) -> None:
+def test_agents_ask_at_the_port_of_each_replica(rows: list[dict[str, Any]]) -> None:
     asked = [row for row in rows if row["env"] == "agent"]
     ports = Counter(int(row["reward_parts"]["port"]) for row in asked)
     assert set(ports) == {PORT, PORT + 1}, "consecutive: a port for each replica"

@@ -57,7 +57,7 @@ def test_schedules_see_every_fault_and_every_way_back():
     ways: set[str] = set()
     seen: set[str] = set()
     signs = ("aborted", "dropped after 3 tries: timeout", "update fails", "dies", "validated", "resumes from step")
-    for seed in range(0, 160, 4):
+    for seed in range(0, 320, 4):
         found = simulate(World.of(seed, order="arrival"), trace=True)
         ways |= {cause.split(":")[0] for cause in found.causes}
         seen |= {sign for sign in signs if sign in str(found.trace)}

@@ -185,7 +185,7 @@ def plan_buckets(
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
-        end = _align(end + spec.nbytes)
+        end = align(end + spec.nbytes)
     pieces: dict[int, list[Piece]] = defaultdict(list)
     slots: dict[int, int] = defaultdict(int)
     for spec, offset in zip(specs, offsets, strict=True):
@@ -193,7 +193,7 @@ def plan_buckets(
         for rank, start, stop in shards(spec) if shards else ((0, 0, spec.numel),):
             source, nbytes = slots[rank], (stop - start) * size
             pieces[rank].append(Piece(name, start, stop, source, offset + start * size, nbytes))
-            slots[rank] = _align(source + nbytes)
+            slots[rank] = align(source + nbytes)
     plan = BucketPlan(specs, tuple(offsets), tuple(_cut(pieces, {s.name: s.itemsize for s in specs}, bucket_bytes)), bucket_bytes)
     plan.check()
     return plan
@@ -223,7 +223,7 @@ def coverage_problems(plan: BucketPlan, expected: Mapping[str, tuple[int, ...]])
     return problems
 
 
-def _align(offset: int) -> int:
+def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.plan import ALIGNMENT, Bucket, BucketPlan, Piece
+from posttrain.weights.plan import ALIGNMENT, Bucket, BucketPlan, Piece, align
 
 WORD = "progress"
 """Names the piece that is no parameter's."""
@@ -28,12 +28,12 @@ def slot_bytes(plan: BucketPlan, rank: int) -> int:
 
 def staging_bytes(plan: BucketPlan) -> int:
     """Size of a lane's staging, with a place for the words of all ranks, one at a time."""
-    return _end(plan.nbytes) + ALIGNMENT
+    return align(plan.nbytes) + ALIGNMENT
 
 
 def word(plan: BucketPlan, rank: int) -> Piece:
     """Where a rank's word is, and where a lane pulls it to."""
-    return Piece(WORD, 0, 1, _end(plan.slot_bytes(rank)), _end(plan.nbytes), _WORD_BYTES)
+    return Piece(WORD, 0, 1, align(plan.slot_bytes(rank)), align(plan.nbytes), _WORD_BYTES)
 
 
 class Written:
@@ -86,13 +86,5 @@ class Known:
             )
         self._counts[rank] = said & ((1 << _COUNT_BITS) - 1)
 
-    def all_of(self, rank: int) -> None:
-        """Everything that a rank has is written."""
-        self._counts[rank] = len(self._plan.buckets)
-
     def plain(self, rank: int) -> str:
         return f"policy rank {rank} had written {self._counts[rank]} bucket(s) of it"
-
-
-def _end(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

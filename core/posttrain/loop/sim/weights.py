@@ -69,8 +69,8 @@ class SimLane(Receiver):
             self._staging = _Staging()  # type: ignore[assignment]
         return self._staging
 
-    def _look(self, publication: Publication, rank: int, known: Any, staging: Any) -> None:
-        known.all_of(rank)
+    async def _next(self, left: Any, known: Any, publication: Publication, staging: Any) -> Any:
+        return left.popleft()  # what is published is written
 
     def _pull(self, publication: Publication, bucket: Any, known: Any, staging: Any) -> None:
         if self.failing:
