@@ -16,7 +16,7 @@ from posttrain.loop.sim.life import Life, Run
 from posttrain.loop.sim.run import simulate
 from posttrain.loop.sim.trace import Trace
 from posttrain.loop.sim.virtual_time import Killed, Stuck, VirtualLoop
-from posttrain.loop.sim.world import Faults, World
+from posttrain.loop.sim.world import SIBLINGS, Faults, World
 
 SEEDS = 300
 MOST = 300
@@ -57,7 +57,7 @@ def test_schedules_see_every_fault_and_every_way_back():
     ways: set[str] = set()
     seen: set[str] = set()
     signs = ("aborted", "dropped after 3 tries: timeout", "update fails", "dies", "validated", "resumes from step")
-    for seed in range(0, 320, 4):
+    for seed in range(0, 80 * SIBLINGS, SIBLINGS):
         found = simulate(World.of(seed, order="arrival"), trace=True)
         ways |= {cause.split(":")[0] for cause in found.causes}
         seen |= {sign for sign in signs if sign in str(found.trace)}
@@ -85,7 +85,7 @@ def test_the_interrupted_are_not_the_long_ones():
     """Long samples are in flight when a run dies more often than short ones; they train all the same."""
     lengths: dict[bool, list[float]] = {True: [], False: []}
     resumes = 0
-    for seed in range(0, 240, 4):
+    for seed in range(0, 60 * SIBLINGS, SIBLINGS):
         world = World.of(seed, order="arrival", faults=False)
         if world.tail == 0 or not world.exact:
             continue

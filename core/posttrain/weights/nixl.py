@@ -14,6 +14,7 @@ import platform
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -151,6 +152,7 @@ def _path(staging: Region) -> str:
     return staging.path
 
 
+@cache
 def _place() -> str:
     """Where process ids mean the same: this boot of this machine, in this container."""
     try:

@@ -88,7 +88,12 @@ def _wait_and_die(owner: ProcessId, fd: int | None, last: Callable[[], object] |
 
 
 def _start_time(pid: int) -> int | None:
-    with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as stat:
-        fields = stat.read().rsplit(b")", 1)[1].split()
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # a third of the time that a file object takes, for each pull
+        try:
+            fields = os.read(fd, 4096).rsplit(b")", 1)[1].split()
+        finally:
+            os.close(fd)
         return int(fields[19]) if fields[0] not in (b"Z", b"X") else None
-    return None
+    except (OSError, IndexError, ValueError):
+        return None

@@ -28,7 +28,7 @@ from posttrain.config.schema import (
 )
 
 Order = Literal["logical", "arrival"]
-SIBLINGS = 4
+SIBLINGS = 8
 """Neighbouring seeds that are one run under different schedules, so that they share its undisturbed one."""
 
 
