@@ -166,7 +166,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`n` completions of one prompt. All noise comes from `seed`, drawn ahead; sample `i` uses row `i` of it."""
+    """`n` completions of one prompt. All noise comes from `seed`, drawn ahead; sample `i` uses row `i` of it.
+
+    wanted: those of the `n` that are to be sampled, the others being there already; None for all.
+    """
 
     id: str
     prompt_ids: Sequence[int]
@@ -174,6 +177,12 @@ class Request:
     seed: int
     sampling: Sampling
     priority: int = 0
+    wanted: tuple[int, ...] | None = None
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Of the samples that are wanted."""
+        return range(self.n) if self.wanted is None else self.wanted
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from posttrain.data.seeds import derive_seed
-from posttrain.errors import DataError
+from posttrain.errors import DataError, RunAborted
 from posttrain.loop import checkpoint
 from posttrain.testing.sandbox import write_distribution
 from posttrain.testing.tiny_model import write_tiny_model
@@ -111,13 +111,14 @@ from dataclasses import dataclass, replace
 from posttrain.rollout.hf import HFEngine
 
 class Withholds(HFEngine):
-    """Keeps the completions of some draws until they are aborted; `draws=all` those of all."""
+    """Keeps the completions of some draws until they are aborted; `draws=all` those of all, `only=0` of their first samples."""
 
     name = "withholds"
 
     @dataclass(frozen=True)
     class Options:
         draws: str = "5"
+        only: int | None = None
 
     def __init__(self, spec, options=None):
         super().__init__(spec, options)
@@ -129,7 +130,7 @@ class Withholds(HFEngine):
         self._told |= dict.fromkeys(names, told)
         kept = []
         async for done in super().generate(requests):
-            if done.request_id in names:
+            if done.request_id in names and self.options.only in (None, done.index):
                 kept.append(done)
             else:
                 yield done
@@ -323,6 +324,16 @@ def test_an_engine_that_gives_nothing_back_but_on_demand_ends_the_run(site: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 75 and done.stderr.startswith("error: waited 1 s for completions of draw 1\n"), done.stderr
     assert "draw 0 was dropped after 3 tries: timeout" in done.stdout
+
+
+def test_a_run_whose_prompts_are_all_dropped_ends(start: Any, site: Path) -> None:
+    """The engine does not hang, it always has something to give: but never a whole group."""
+    with pytest.raises(RunAborted, match="^4 prompts in a row were dropped after 3 tries each") as caught:
+        start(
+            LETTERS, "loop.commit_order=arrival", "rl.steps=4", "rl.batch_per_replica=8", "rl.max_uninformative_batches=2",
+            "rollout.generate_timeout_s=1", f"rollout.engine={site}/engine.py:Withholds", "rollout.options={draws: all, only: 0}",
+        )  # fmt: skip
+    assert caught.value.cause == "timeout: 4" and caught.value.exit_code == 5
 
 
 def test_stale_prompts_are_counted_too(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

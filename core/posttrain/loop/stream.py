@@ -4,6 +4,7 @@ Run-ahead is bounded in prompts: those of batch step `k` may be dispatched once 
 `rollout.max_async_rollout`; what a batch lost or refills with may be dispatched at once. After each delivery, prompts in flight
 whose oldest token would lag by more than `rollout.max_off_policy_steps` versions are aborted in the engine and generated again
 with the same seeds, as are those that miss `rollout.generate_timeout_s`; after `flights.TRIES` dispatches a draw is dropped.
+The run ends when as many are dropped as `rl.max_uninformative_batches` batches have, and none was trained on meanwhile.
 The run ends when the engine does not take a prompt back, or has nothing for two of them in all the time since it got them.
 """
 
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from posttrain.errors import RunAborted
 from posttrain.loop.cohort import Round
 from posttrain.loop.flights import TRIES, Flight, Flights
 from posttrain.loop.pending import Pending
@@ -48,6 +50,7 @@ class Stream:
         self._delivering = self._broken = False  # an update is under way; and an engine was lost in it
         self._silent: set[int] = set()
         self._lost: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()  # since a batch was trained on
 
     async def run(self) -> None:
         for draw, group in self._given:
@@ -101,6 +104,7 @@ class Stream:
         return found | {f"rollout/aborted/{cause}": count for cause, count in sorted(lost.items())}
 
     def trained(self, step: int, ended: Iterable[int]) -> None:
+        self._dropped.clear()
         for index in ended:
             self._arrived.pop(index, None)
 
@@ -235,11 +239,27 @@ class Stream:
             self.desk.ledger.move(draw.index, "dropped", cause, step=self.desk.versions.published + 1)
             self.desk.tracker.note(f"draw {draw.index} was dropped after {TRIES} tries: {cause}")
             self._extra += 1
+            self._refuse_to_drop_all(cause)
         else:
             self.desk.ledger.move(draw.index, "drawn")
             self.desk.prompts.give_back(draw)
             self._taken -= 1
         self._free.set()
+
+    def _refuse_to_drop_all(self, cause: str) -> None:
+        """Another prompt takes the place of one that is dropped: without a limit that could go on for ever."""
+        self._dropped[cause] += 1
+        limit = self.desk.config.rl.max_uninformative_batches
+        if (dropped := self._dropped.total()) < limit * self.desk.per_step:
+            return
+        raise RunAborted(
+            f"{dropped} prompts in a row were dropped after {TRIES} tries each, and no batch came together",
+            cause=f"{', '.join(f'{cause}: {count}' for cause, count in self._dropped.most_common())}",
+            fix="timeout: raise rollout.generate_timeout_s, or lower rollout.max_tokens; stale: raise rollout.max_off_policy_steps; "
+            "aborted, engine: read the engine's log; rl.max_uninformative_batches (as many prompts as so many batches have) sets "
+            "the limit",
+            anchor="troubleshooting.md#n-prompts-in-a-row-were-dropped", code="dropped",
+        )  # fmt: skip
 
     def _arrive(self, round: Round) -> None:
         for draw in round.draws:

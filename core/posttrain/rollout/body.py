@@ -9,10 +9,12 @@ await body.prove(digests); await body.commit(120.0)
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain import plugins
+from posttrain.errors import WeightSyncError
 from posttrain.weights.deadline import moving
 from posttrain.weights.receiver import Receiver
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from posttrain.rollout.engine import Engine, EngineSpec
     from posttrain.types import Completion, Request
     from posttrain.weights.publication import Publication
+
+Reader = asyncio.Queue["Completion | Exception | None"]
+"""What one call to `generate` gets: completions, and at last a failure or None."""
 
 
 class RolloutBody:
@@ -41,15 +46,27 @@ class RolloutBody:
         self.engine: Engine = plugins.build("engines", engine, dict(options), where="rollout.options", spec=spec)
         end = plugins.build("transports", transport, dict(transport_options or {}), where="weights.options")
         self.receiver = Receiver(self.engine, end, name=name, number=number, compare_bytes=compare_bytes)
+        self._readers: set[Reader] = set()
 
     async def start(self) -> None:
         """Bring the engine up with placeholder weights. Raises EngineStartError with the fix."""
         await self.engine.start()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        """Every completion as it finishes."""
-        async for completion in self.engine.generate(requests):
-            yield completion
+        """Every completion as it finishes. Raises WeightSyncError (code `lane-invalid`) when the lane is dropped meanwhile: an
+        engine that was left paused, or half updated, may never come to the end of what it has begun."""
+        reader: Reader = asyncio.Queue()
+        self._readers.add(reader)
+        reading = asyncio.create_task(_read(self.engine.generate(requests), reader))
+        try:
+            while (item := await reader.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self._readers.discard(reader)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def abort_request(self, request_id: str) -> None:
         await self.engine.abort(request_id)
@@ -81,6 +98,8 @@ class RolloutBody:
 
     async def invalidate(self, cause: str) -> None:
         await self.receiver.invalidate(cause)
+        for reader in self._readers:
+            reader.put_nowait(WeightSyncError(f"{self.receiver.name} does not generate any more: {cause}", code="lane-invalid"))
 
     async def close_lane(self) -> None:
         await self.receiver.close()
@@ -89,3 +108,12 @@ class RolloutBody:
         """Free everything; idempotent."""
         await self.receiver.close()
         await self.engine.close()
+
+
+async def _read(stream: AsyncIterator[Completion], reader: Reader) -> None:
+    try:
+        async for completion in stream:
+            reader.put_nowait(completion)
+        reader.put_nowait(None)
+    except Exception as exc:
+        reader.put_nowait(exc)

@@ -164,11 +164,11 @@ class HFEngine(Engine):
         for request in requests:
             problem, budget = self._check(request)
             if problem or budget == 0:
-                post([_empty(request, i, "error" if problem else "length", problem) for i in range(request.n)])
+                post([_empty(request, i, "error" if problem else "length", problem) for i in request.indices])
             else:
                 accepted.append((request, budget))
         for sampling, same in groupby(accepted, key=lambda item: replace(item[0].sampling, max_tokens=0)):
-            rows = ((r, i, budget, noise) for r, budget in same for noise in [request_noise(r)] for i in range(r.n))
+            rows = ((r, i, budget, noise) for r, budget in same for noise in [request_noise(r)] for i in r.indices)
             while chunk := list(islice(rows, self.spec.max_num_seqs)):
                 ids = list(dict.fromkeys(r.id for r, *_ in chunk))
                 prompts = {r.id: list(r.prompt_ids) for r, *_ in chunk}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -143,7 +143,7 @@ class Replicas:
         """Every completion as it finishes, from whichever replica.   first: the one that is asked for all while it serves."""
         finished: asyncio.Queue[Item] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
-        owed = {request.id: (request, set(range(request.n))) for request in requests}
+        owed = {request.id: (request, set(request.indices)) for request in requests}
         holders: dict[RemoteLane, list[Request]] = {}
 
         def owes(share: Sequence[Request]) -> int:
@@ -164,7 +164,8 @@ class Replicas:
             while any(indices for _, indices in owed.values()):
                 lane, item = await finished.get()
                 if isinstance(item, BaseException):
-                    share = [request for request in holders.pop(lane, []) if owed[request.id][1]]
+                    lost = [(request, owed[request.id][1]) for request in holders.pop(lane, [])]
+                    share = [replace(request, wanted=tuple(sorted(indices))) for request, indices in lost if indices]
                     self._load[lane] -= owes(share)
                     ask(self._lost(lane, item, share))
                 elif item is None:
@@ -240,7 +241,7 @@ def shares(requests: Sequence[Request], loads: Sequence[int]) -> list[list[Reque
     for request in requests:
         least = min(range(len(owed)), key=owed.__getitem__)
         counts[least] += 1
-        owed[least] += request.n
+        owed[least] += len(request.indices)
     stops = list(accumulate(counts))
     return [list(requests[stop - count : stop]) for count, stop in zip(counts, stops, strict=True)]
 

@@ -32,7 +32,7 @@ class Injected(RuntimeError):
 
 
 @dataclass(slots=True, eq=False)
-class _Sample:
+class Sample:
     """One sample in an engine; `since`: when its current stretch of tokens began."""
 
     request: Request
@@ -57,8 +57,8 @@ class SimEngine(Engine):
         self.label = f"engine {number}"
         self._world, self._rng, self._trace = world, rng, trace
         self.capacity = world.config.rollout.max_num_seqs
-        self.running: list[_Sample] = []
-        self.waiting: deque[_Sample] = deque()
+        self.running: list[Sample] = []
+        self.waiting: deque[Sample] = deque()
         self.paused, self.version, self.weights = False, None, ""
         self.dead = self.closed = False
         self.fault = ""
@@ -76,19 +76,19 @@ class SimEngine(Engine):
     async def start(self) -> None:
         self.version, self.invalid, self.weights, self.paused, self.closed = None, None, "", False, False
 
-    def ask(self, request: Request, outbox: Outbox) -> list[_Sample]:
+    def ask(self, request: Request, outbox: Outbox) -> list[Sample]:
         """Begin its samples; what becomes of them comes to `outbox`. Whoever asked ends them with `forget`."""
         self.refuse_invalid()
         self._refuse_dead()
         if self.version is None:
             raise WeightSyncError("no weights yet")
-        mine = [self._sample(request, index, outbox) for index in range(request.n)]
+        mine = [self._sample(request, index, outbox) for index in request.indices]
         self._rng.shuffle(mine)
         self.waiting.extend(mine)
         self._fill()
         return mine
 
-    def forget(self, samples: Sequence[_Sample]) -> None:
+    def forget(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             self._drop(sample)
         self._fill()
@@ -141,17 +141,21 @@ class SimEngine(Engine):
         """Gone, with everything that it was asked for."""
         self.dead = True
         self._trace(self.label, f"dies with {self.load} samples")
+        self.lose("the engine died")
+
+    def lose(self, why: str) -> None:
+        """Nothing of what it was asked for will come."""
         for outbox in {id(s.outbox): s.outbox for s in (*self.running, *self.waiting)}.values():
-            outbox.put_nowait(RunInterrupted("the engine died", cause="injected", fix="resume"))
+            outbox.put_nowait(RunInterrupted(why, cause="injected", fix="resume", code="engine-dead"))
         for sample in self.running:
             self._stop(sample)
         self.running, self.waiting = [], deque()
 
     # ---- samples
 
-    def _sample(self, request: Request, index: int, outbox: Outbox) -> _Sample:
+    def _sample(self, request: Request, index: int, outbox: Outbox) -> Sample:
         total = min(length(request.seed, index, self._world.tail), request.sampling.max_tokens)
-        return _Sample(request, index, outbox, total, 0.06 + 0.14 * self._rng.random())
+        return Sample(request, index, outbox, total, 0.06 + 0.14 * self._rng.random())
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.capacity and not self.paused and self._can:
@@ -163,29 +167,29 @@ class SimEngine(Engine):
     def _can(self) -> bool:
         return self.version is not None and not self.dead and not self.closed and self.invalid is None
 
-    def _go(self, sample: _Sample) -> None:
+    def _go(self, sample: Sample) -> None:
         loop = asyncio.get_running_loop()
         sample.since = loop.time()
         sample.timer = loop.call_later((sample.total - len(sample.token_ids)) * sample.pace, self._completed, sample)
 
-    def _stop(self, sample: _Sample) -> None:
+    def _stop(self, sample: Sample) -> None:
         if sample.timer is not None:
             sample.timer.cancel()
             sample.timer = None
 
-    def _completed(self, sample: _Sample) -> None:
+    def _completed(self, sample: Sample) -> None:
         self._sampled(sample, sample.total)
         self._finish(sample, "stop" if sample.total < sample.request.sampling.max_tokens else "length")
         self._fill()
 
-    def _advance(self, sample: _Sample) -> None:
+    def _advance(self, sample: Sample) -> None:
         """Up to now. At least one token is left to come."""
         if sample.timer is not None:
             elapsed = asyncio.get_running_loop().time() - sample.since
             self._sampled(sample, min(len(sample.token_ids) + int(elapsed / sample.pace), sample.total - 1))
             sample.since += elapsed
 
-    def _sampled(self, sample: _Sample, count: int) -> None:
+    def _sampled(self, sample: Sample, count: int) -> None:
         """Sampled by the weights in place, until there are `count` tokens."""
         have = len(sample.token_ids)
         if count <= have:
@@ -197,7 +201,7 @@ class SimEngine(Engine):
         sample.logprobs += [-0.5 - (base + t) % 17 / 8 for t in range(have, count)]
         sample.versions += [self.version] * (count - have)
 
-    def _finish(self, sample: _Sample, reason: Any) -> None:
+    def _finish(self, sample: Sample, reason: Any) -> None:
         self._drop(sample)
         done = Completion(sample.request.id, sample.index, sample.token_ids, sample.logprobs, sample.versions, reason)
         faults, loop = self._world.faults, asyncio.get_running_loop()
@@ -210,7 +214,7 @@ class SimEngine(Engine):
             loop.call_later(under_way * self._rng.random() * 2, sample.outbox.put_nowait, done)
         self.completed()
 
-    def _drop(self, sample: _Sample) -> None:
+    def _drop(self, sample: Sample) -> None:
         self._stop(sample)
         if sample in self.running:
             self.running.remove(sample)
@@ -237,55 +241,3 @@ class SimEngine(Engine):
     def _refuse_dead(self) -> None:
         if self.dead:
             raise RunInterrupted("the engine is dead", cause="injected", fix="resume")
-
-
-class SimFleet:
-    """All engines as one that generates. A request goes to the one with the least to do, and stays there."""
-
-    def __init__(self, engines: Sequence[SimEngine], world: World, rng: random.Random, deadly: int | None) -> None:
-        self.engines, self._rng, self._deadly = list(engines), rng, deadly
-        self.completions = 0
-        self.died = False
-        self.asked: set[str] = set()
-        self.dispatched: Callable[[set[str], int], None] = lambda asked, samples: None
-        for engine in self.engines:
-            engine.completed = self._completed
-
-    async def start(self) -> None:
-        for engine in self.engines:
-            await engine.start()
-
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        outbox: Outbox = asyncio.Queue()
-        asked: list[tuple[SimEngine, list[_Sample]]] = []
-        try:
-            for request in requests:
-                engine = min(self.engines, key=lambda one: (one.load, self._rng.random()))
-                asked.append((engine, engine.ask(request, outbox)))
-            if training := {request.id for request in requests if not request.id.startswith("validation")}:
-                self.asked |= training
-                self.dispatched(self.asked, sum(engine.training for engine in self.engines))
-            owed = {(sample.request.id, sample.index) for _, samples in asked for sample in samples}
-            while owed:
-                item = await outbox.get()
-                if isinstance(item, BaseException):
-                    raise item
-                owed.discard((item.request_id, item.index))
-                yield item
-        finally:
-            for engine, samples in asked:
-                engine.forget(samples)
-
-    async def abort(self, request_id: str) -> None:
-        for engine in self.engines:
-            await engine.abort(request_id)
-
-    async def close(self) -> None:
-        for engine in self.engines:
-            await engine.close()
-
-    def _completed(self) -> None:
-        self.completions += 1
-        if self.completions == self._deadly:
-            self.died = True
-            self._rng.choice(self.engines).die()

@@ -71,10 +71,11 @@ def of_a_step(life: Life, step: int, groups: Sequence[Group]) -> None:
 
 
 def of_an_update(life: Life, version: int, failed: bool) -> None:
-    """No engine that is to go on is left paused."""
-    for engine in life.engines:
+    """No engine that is to go on is left paused, and those that go on have the version."""
+    dropped = life.world.config.weights.on_failure == "drop_lane"
+    for engine in life.fleet.engines:
         hold(not engine.paused or engine.invalid or engine.dead, f"{engine.label} is paused after the update to {version}")
-        if not failed:
+        if not failed and not (dropped and (engine.invalid or engine.dead)):
             hold(engine.version == version, f"{engine.label} has version {engine.version} after the update to {version}")
 
 
@@ -102,7 +103,7 @@ def _nothing_left(life: Life, controller: Controller) -> None:
     hold(not controller.waits.open, f"waits are left: {controller.waits.open}")
     tasks = life.loop.settle(GRACE_S)
     hold(not tasks, f"tasks are left: {[task.get_name() for task in tasks]}")
-    hold(not any(engine.load for engine in life.engines), "samples are left in an engine")
+    hold(not any(engine.load for engine in life.fleet.engines), "samples are left in an engine")
     if isinstance(controller.source, Stream):
         flights = controller.source.flights
         hold(flights.used == 0 and not flights.open, f"{flights.used} slots are still taken by {sorted(flights.open)}")

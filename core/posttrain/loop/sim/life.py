@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from posttrain.data.dataset import PromptSampler, Source
-from posttrain.errors import RunInterrupted, WaitExpired, WeightSyncError
+from posttrain.errors import RunAborted, RunInterrupted, WaitExpired, WeightSyncError
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller, LoopState
 from posttrain.loop.ledger import Ledger
@@ -18,12 +18,13 @@ from posttrain.loop.parts import Parts
 from posttrain.loop.rollouts import Rollouts
 from posttrain.loop.run import cut_ledger
 from posttrain.loop.sim import laws
+from posttrain.loop.sim.bodies import SimReplicas
 from posttrain.loop.sim.disk import Disk
 from posttrain.loop.sim.ends import Records, SimEnvironment, SimObjective, SimPacker, SimPolicy, SimTracker
-from posttrain.loop.sim.engine import SimEngine, SimFleet
+from posttrain.loop.sim.fleet import SimFleet
 from posttrain.loop.sim.trace import Trace
 from posttrain.loop.sim.virtual_time import Killed, Stuck, VirtualLoop
-from posttrain.loop.sim.weights import SimLane, SimPublisher
+from posttrain.loop.sim.weights import SimPublisher
 from posttrain.loop.sim.world import Faults, World
 from posttrain.loop.wait_graph import render
 from posttrain.loop.waits import guarded
@@ -73,7 +74,7 @@ class SimPlane(WeightPlane):
     """The real one, looked at after each update."""
 
     def __init__(self, life: Life) -> None:
-        super().__init__(life.publisher, life.lanes, life.world.config.weights)
+        super().__init__(life.publisher, life.fleet.lanes, life.world.config.weights)
         self._life = life
 
     async def deliver(self, update: Update) -> dict[str, float]:
@@ -107,9 +108,9 @@ class Life:
         )
         self.environment = SimEnvironment(world, lambda: self.rng.random() * 2)
         self.policy = SimPolicy(self.disk, trace)
-        self.engines = [SimEngine(number, world, self.rng, trace) for number in range(world.engines)]
-        self.lanes = [SimLane(engine, number, faults.updates, self.rng) for number, engine in enumerate(self.engines)]
-        self.fleet = SimFleet(self.engines, world, self.rng, dict(faults.deaths).get(self.number))
+        deadly = dict(faults.deaths).get(self.number)
+        made = SimReplicas if world.remote else SimFleet
+        self.fleet: SimReplicas | SimFleet = made(replace(world, faults=faults), self.rng, trace, deadly)
         self.fleet.dispatched = lambda asked, samples: laws.of_a_dispatch(self, asked, samples)
         self.publisher = SimPublisher(self.policy, trace)
         environments: dict[str, Any] = {"sim": self.environment}
@@ -204,16 +205,17 @@ class Life:
 
     def _expected(self, exc: Exception) -> bool:
         """Whether it is what was injected: of the loop's own complaints nothing is."""
-        injected = self.fleet.died or self.disk.is_full or any(lane.injected for lane in self.lanes)
+        injected = self.fleet.died or self.disk.is_full or any(lane.injected for lane in self.fleet.receivers)
         if isinstance(exc, WaitExpired):
             return self.faults.deadline > 0 and f"waited {self.faults.deadline:g} s for " in str(exc)
-        return injected and isinstance(exc, (RunInterrupted, WeightSyncError))
+        lost_all = isinstance(exc, RunAborted) and exc.code == "weights"  # every lane was dropped
+        return injected and (lost_all or isinstance(exc, (RunInterrupted, WeightSyncError)))
 
     def _takes(self, name: str) -> float:
         if name == "train_step":
             self.policy.begin()
-        if name == "_pull" and any(lane.stalls for lane in self.lanes):
-            for lane in self.lanes:
+        if name == "_pull" and any(lane.stalls for lane in self.fleet.receivers):
+            for lane in self.fleet.receivers:
                 lane.stalls = False
             return 1e9
         slow = self.rng.random() < self.faults.thread

@@ -6,6 +6,7 @@ The publisher keeps two snapshots, as the pool does: a third replaces one that n
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -47,21 +48,28 @@ class _Transport:
 
 
 class SimLane(Receiver):
-    """The real receiver without memory. stalls: virtual seconds of a pull that hangs are the loop's business (`takes`)."""
+    """The real receiver without memory. stalls: virtual seconds of a pull that hangs are the loop's business (`takes`).
 
-    def __init__(self, engine: SimEngine, number: int, faults: float, rng: random.Random) -> None:
+    dies: ends its process, where it has one of its own, which is one more way to fail.
+    """
+
+    def __init__(
+        self, engine: SimEngine, number: int, faults: float, rng: random.Random, dies: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(engine, _Transport(), name=engine.label, number=number, grace_s=0.5)  # type: ignore[arg-type]
-        self._faults, self._rng = faults, rng
+        self._faults, self._rng, self._dies = faults, rng, dies
         self.stalls = self.failing = False
         self.injected = 0
 
     async def _open_and_pull(self, publication: Publication) -> Any:
         assert isinstance(self.engine, SimEngine)
         if self._rng.random() < self._faults:
-            fault = self._rng.choice(FAULTS)
+            fault = self._rng.choice(FAULTS if self._dies is None else (*FAULTS, "dies"))
             self.injected += 1
+            if fault == "dies" and self._dies is not None:
+                self._dies()
             self.stalls, self.failing = fault == "pull stalls", fault == "pull raises"
-            self.engine.fault = "" if fault.startswith("pull") else fault
+            self.engine.fault = "" if fault.startswith(("pull", "dies")) else fault
         return await super()._open_and_pull(publication)
 
     def _staging_for(self, nbytes: int) -> Any:

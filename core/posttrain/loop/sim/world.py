@@ -31,6 +31,9 @@ Order = Literal["logical", "arrival"]
 SIBLINGS = 8
 """Neighbouring seeds that are one run under different schedules, so that they share its undisturbed one."""
 
+REMOTE = 0.5
+"""Share of the runs whose engines are in processes of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Faults:
@@ -79,6 +82,7 @@ class World:
     """One simulated run. seed: of the schedule; the run's own is `config.seed`.
 
     tail      share of the samples that are ten times as long       train_s   longest step of the policy, seconds
+    remote    whether each engine is in a process of its own, which can die alone
     """
 
     seed: int
@@ -89,6 +93,7 @@ class World:
     train_s: float
     traits: Traits = field(default_factory=Traits)
     faults: Faults = field(default_factory=Faults)
+    remote: bool = False
 
     @classmethod
     def of(cls, seed: int, *, order: Order | None = None, ahead: int | None = None, faults: bool = True) -> World:
@@ -100,7 +105,11 @@ class World:
         engines = rng.choice([1, 1, 2, 3])
         rows, tail, train_s = rng.randint(3, 30), rng.choice([0.0, 0.1, 0.3]), rng.choice([0.2, 0.2, 2.0, 20.0])
         made = cls(seed, _config(rng, order, ahead, traits), rows, engines, tail, train_s, traits)
-        return replace(made, faults=_faults(random.Random(f"faults {seed}"))) if faults else made
+        if rng.random() < REMOTE:
+            on_failure = rng.choice(("raise", "rebuild_and_retry", "drop_lane"))
+            config = replace(made.config, weights=replace(made.config.weights, on_failure=on_failure))
+            made = replace(made, remote=True, config=config)
+        return replace(made, faults=_faults(random.Random(f"faults {seed}"), made)) if faults else made
 
     def with_faults(self, faults: Faults) -> World:
         """The same run under other faults."""
@@ -117,7 +126,8 @@ class World:
         c, traits = self.config, ", ".join(f"{n}={v}" for n, v in _set(self.traits).items())
         run = (
             f"{self.order}, {c.rl.steps} steps of {self.per_step} x {c.rl.group_size}, max_async_rollout={self.ahead}, "
-            f"max_off_policy_steps={c.rollout.max_off_policy_steps}, {self.engines} engines of {c.rollout.max_num_seqs}, "
+            f"max_off_policy_steps={c.rollout.max_off_policy_steps}, {self.engines} {'bodies' if self.remote else 'engines'} of "
+            f"{c.rollout.max_num_seqs}, "
             f"min_informative_groups={c.rl.min_informative_groups}, checkpoint.every={c.checkpoint.every}, "
             f"weights.on_failure={c.weights.on_failure}, {self.rows} rows"
         )
@@ -190,16 +200,16 @@ def _config(rng: random.Random, order: Order, ahead: int, traits: Traits) -> Run
     )  # fmt: skip
 
 
-def _faults(rng: random.Random) -> Faults:
+def _faults(rng: random.Random, world: World) -> Faults:
     def times(most: int) -> int:
         return rng.choice([0, 0, *range(1, most + 1)])
 
     return Faults(
         kills=tuple((life, rng.random()) for life in range(times(3))),
         torn=tuple((life, rng.randint(0, 30)) for life in range(3) if rng.random() < 0.15),
-        deaths=tuple((life, rng.randint(0, 60)) for life in range(4) if rng.random() < 0.15),
+        deaths=tuple((life, rng.randint(0, 60)) for life in range(4) if rng.random() < (0.5 if world.remote else 0.15)),
         full=tuple((life, rng.randint(0, 30)) for life in range(3) if rng.random() < 0.05),
-        updates=rng.choice([0.0, 0.0, 0.05, 0.2]),
+        updates=0.2 if world.config.weights.on_failure == "drop_lane" else rng.choice([0.0, 0.0, 0.05, 0.2]),
         duplicate=rng.choice([0.0, 0.1]),
         late=rng.choice([0.0, 0.1]),
         thread=rng.choice([0.0, 0.1]),
