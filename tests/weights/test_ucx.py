@@ -143,6 +143,29 @@ def test_the_trace_of_a_crash_and_the_abort_of_a_peer_are_named() -> None:
     assert abort is not None and "ended its own process" in abort.message
 
 
+ASSERTION = "Assertion `ep->flags & 1' failed"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (f"[vm:19:0:20]       ucp_ep.c:1234 {ASSERTION}: endpoint", "ended its own process"),
+        (f"[n-1.site:244946:a:370571] tcp_ep.c:77   {ASSERTION}", "ended its own process"),
+        (f"python: ucs_mpool.c:12: ucs_mpool_get: {ASSERTION}", "ended its own process"),
+        ("[hpc:5187 :0] Caught signal 11 (Segmentation fault: address not mapped to object at address 0x12)", "caught a crash"),
+        ("[cnXX:25027:0] Process frozen...", "caught a crash"),
+        (f"../aten/src/ATen/native/cuda/Indexing.cu:1289: f: block: [0,0,0], thread: [0,0,0] {ASSERTION}.", None),
+        (f"[08:00:00] graph.cc:12: {ASSERTION}", None),
+        (f"python: alloc.c:12: grow: {ASSERTION}", None),
+        ("torch: Fatal: unexpected error", None),
+        ("INFO Caught signal 15 (Terminated)", None),
+    ],
+)
+def test_an_assertion_and_a_crash_are_of_ucx_only_where_the_line_is(line: str, what: str | None) -> None:
+    failure = scan_ucx_log(line)
+    assert (failure is None) if what is None else (failure is not None and what in failure.message)
+
+
 def test_other_lines_are_nothing() -> None:
     assert scan_ucx_log("") is None
     assert scan_ucx_log("srun: error: Prolog hung on node n7\npyxis: mkdir failed: File exists\n") is None
