@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.errors import WeightSyncError
 from posttrain.weights import nixl_agent, ucx
+from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.nixl_agent import bindings, package
 from posttrain.weights.ucx import Loaded, in_maps, nccl_in_use, order_problem, scan_ucx_log, warm_nixl
 
@@ -184,6 +185,17 @@ def test_only_versions_that_the_adapter_was_written_for(monkeypatch: pytest.Monk
     with pytest.raises(WeightSyncError, match=f"NIXL {installed} is installed") as caught:
         bindings(BUILD)
     assert "pip install 'nixl>=1.5,<1.6'" in caught.value.fix and not caught.value.retryable
+
+
+def test_an_unfit_nixl_is_told_where_a_run_is_prepared_and_nothing_of_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "import_module", lambda name: pytest.fail(f"{name} was loaded"))
+    NixlTransport.preflight()
+    monkeypatch.setattr(nixl_agent, "version", lambda name: "1.4.2")
+    with pytest.raises(WeightSyncError, match="NIXL 1.4.2 is installed"):
+        NixlTransport.preflight()
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda name: None)
+    with pytest.raises(WeightSyncError, match="not installed"):
+        NixlTransport.preflight()
 
 
 def test_a_name_that_the_installed_nixl_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What the process of a role left in its log: its last words, and what UCX announced before it crashed or froze.
 
-The log is appended to: the process before `--resume`, or before a replacement, wrote to the same file, and what the NIXL processes
-beside a role print is in it too. Only what the process printed itself explains its end.
+The log is appended to: the process before `--resume`, or before a replacement, wrote to the same file, and what the NIXL
+processes beside a role print is in it too. Only what the process printed itself explains its end.
 """
 
 from __future__ import annotations
