@@ -244,7 +244,7 @@ def nixl_pull(device: str, folder: Path) -> Numbers:
     from posttrain.weights.transport import views
     from posttrain.weights.ucx import warm_nixl
 
-    warm_nixl()
+    known = warm_nixl().metadata()
     count, side = (32, 2048) if device != "cpu" else (4, 512)
     weights = {f"layer.{i}": torch.randn(side, side, device=device) for i in range(count)}
     pool = PublicationPool(NixlTransport(NixlTransport.Options(device=device)), bucket_bytes=2**24, dtype="bfloat16")
@@ -273,6 +273,9 @@ def nixl_pull(device: str, folder: Path) -> Numbers:
             if version == 2:
                 rank._meet(0, 1, "127.0.0.1", free_port(), 60.0, 60.0)
                 dist.all_reduce(torch.ones(1024, device=device))
+        expect((warm_nixl().metadata() == known) == (device == "cpu"), "this process registers the slots of a GPU, and no others")
+        pool.close()
+        expect(warm_nixl().metadata() == known, "slots are registered that are closed")
         return {"mib": plan.nbytes / 2**20, "gib_per_s": plan.nbytes / 2**30 / min(seconds)}
     finally:
         lane.close()

@@ -176,6 +176,21 @@ def test_what_ucx_announced_before_a_crash_is_the_cause(roles: Roles) -> None:
     assert "UCX does not see this machine's GPUs" in caught.value.cause and "start NIXL first" in caught.value.fix
 
 
+class Loud:
+    """Speaks when it is unpickled: in a worker of Ray's, before the role's log is open."""
+
+    def __reduce__(self) -> Any:
+        return os.write, (2, b"E ucx_utils.cpp:582] VRAM memory is detected as host by UCX\n")
+
+
+def test_what_a_worker_printed_before_its_role_began_is_in_its_log(roles: Roles) -> None:
+    (toy,) = roles.make(kwargs={"answer": Loud()})
+    assert "VRAM memory is detected" in toy.log.text() and ":job_id:" not in toy.log.text()
+    with pytest.raises(RunInterrupted, match="toy-0 died") as caught:
+        asyncio.run(toy.call("die", timeout=10))
+    assert "UCX does not see this machine's GPUs" in caught.value.cause
+
+
 def test_the_watch_notices_a_death_while_nobody_calls(roles: Roles) -> None:
     first, second = roles.make(2)
 

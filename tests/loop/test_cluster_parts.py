@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from posttrain.config import load_config
-from posttrain.errors import ConfigError, RunInterrupted
+from posttrain.errors import ConfigError, RunInterrupted, WeightSyncError
 from posttrain.loop.build import build_transport
 from posttrain.loop.cluster import check_machines
 from posttrain.placement.host import Place
@@ -15,6 +17,8 @@ from posttrain.placement.out_of_memory import ran_out
 from posttrain.policy import rank
 from posttrain.rollout.body import RolloutBody
 from posttrain.rollout.engine import EngineSpec
+from posttrain.weights.inproc import InprocTransport
+from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.owner import ProcessId
 
 
@@ -41,9 +45,30 @@ def test_the_options_of_the_transport_reach_every_end(monkeypatch: pytest.Monkey
     assert body.receiver._transport.options.timeout_s == 7.0  # type: ignore[attr-defined]
 
     monkeypatch.setattr(rank, "Policy", MagicMock())
+    monkeypatch.setattr(NixlTransport, "warm", lambda end, what: None)
     end = rank.PolicyRank()
     end.start(0, 1, "", 0, config, "", "posttrain.loop.prepare:build_run_objective", "nixl")
     assert end.publisher.pool._transport.options.timeout_s == 7.0  # type: ignore[attr-defined]
+
+
+class ColdTransport(InprocTransport):
+    """Of others: it cannot be started."""
+
+    def warm(self, end: Any) -> None:
+        raise WeightSyncError(f"cold at {end}")
+
+
+def test_a_transport_that_does_not_start_is_told_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["experiment=arithmetic_grpo"]).config
+    monkeypatch.setattr(rank, "Policy", lambda *_, **__: pytest.fail("the policy was loaded first"))
+    cold: Any = ColdTransport
+    with pytest.raises(WeightSyncError, match="cold at serve"):
+        rank.PolicyRank().start(0, 1, "", 0, config, "", "posttrain.loop.prepare:build_run_objective", cold)
+    spec = EngineSpec(model_path="", dtype="float32", max_model_len=8, max_num_seqs=1, eos_token_ids=())
+    body = RolloutBody("rollout-0", engine="hf", options={}, spec=spec, transport=cold)
+    monkeypatch.setattr(body.engine, "start", lambda: pytest.fail("the engine was started first"))
+    with pytest.raises(WeightSyncError, match="cold at pull"):
+        asyncio.run(body.start())
 
 
 def test_a_role_that_ray_ended_for_its_memory_ran_out_of_it() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.load import load_config
-from posttrain.errors import EngineStartError
+from posttrain.errors import EngineStartError, PosttrainError, WeightSyncError
 from posttrain.loop.run import train
 from posttrain.policy import policy
 from posttrain.rollout import vllm_start
 from posttrain.testing.tiny_model import write_tiny_model
+from posttrain.weights import nixl_agent
 
 ENGINE = """
 from posttrain.errors import EngineStartError
@@ -33,8 +34,8 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policy, "Policy", lambda *_: pytest.fail("the policy was loaded first"))
     base = ["experiment=arithmetic_grpo", "model.factory=null", f"model.name_or_path={tmp_path}/model", "tracking.display=none"]
 
-    def run(*overrides: str) -> EngineStartError:
-        with pytest.raises(EngineStartError) as caught:
+    def run(*overrides: str, kind: type[PosttrainError] = EngineStartError) -> PosttrainError:
+        with pytest.raises(kind) as caught:
             train(load_config([*base, *overrides]), run_dir=tmp_path)
         return caught.value
 
@@ -53,3 +54,8 @@ def test_a_vllm_that_is_absent_or_cannot_take_weights(refusal, monkeypatch):
     monkeypatch.setattr(vllm_start, "_installed_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     assert refusal("rollout.engine=vllm").code == "vllm-plugins"
+
+
+def test_a_nixl_of_another_version_is_told_before_the_policy_loads(refusal, monkeypatch):
+    monkeypatch.setattr(nixl_agent, "version", lambda name: "1.4.2")
+    assert "pip install 'nixl>=1.5,<1.6'" in refusal("weights.transport=nixl", kind=WeightSyncError).fix

@@ -17,10 +17,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,8 +30,9 @@ from nixl_policy import policy
 from weight_toys import ToyEngine, trained
 
 from posttrain.errors import WeightSyncError
+from posttrain.weights import nixl
 from posttrain.weights.failure import PeerFailure
-from posttrain.weights.memory import owner_of, private_region, shared_folder, sweep
+from posttrain.weights.memory import Region, owner_of, private_region, shared_folder, sweep
 from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.nixl_process import NixlProcess
 from posttrain.weights.owner import ProcessId
@@ -134,7 +137,7 @@ def a_lane(at: int = -1, act: Callable[[], Any] = lambda: None, **options: Any) 
     engine.version, engine.weights = 100, trained(100)
     lane = Trapped(engine, NixlTransport(NixlTransport.Options(**options)), name="rollout-0", grace_s=0.2)
     lane.at, lane.act = at, staticmethod(act)
-    lane._transport.warm()  # type: ignore[attr-defined]
+    lane._transport.warm("pull")  # type: ignore[attr-defined]
     try:
         yield lane
         assert engine.version == 100 and engine.writes == 0, "phase 1 touched the engine"
@@ -431,3 +434,58 @@ def test_private_memory_is_refused(publisher: Policy) -> None:
 def test_slots_on_a_gpu_need_one() -> None:
     with pytest.raises(WeightSyncError, match="no slot can be allocated on cuda:0"):
         NixlTransport(NixlTransport.Options(device="cuda:0")).allocate(64)
+
+
+# ---- an end by itself
+
+
+def test_an_end_that_is_warm_serves_with_the_process_that_it_has() -> None:
+    end = NixlTransport()
+    end.warm("serve")
+    process = end._processes["serve"]
+    assert process.alive and end.allocate(64)[1]["server"] == str(process.id)
+    end.close()
+
+
+def test_slots_of_a_gpu_are_forgotten_by_nixl_before_their_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an agent and a GPU that are none: `vram` of tests/gpu/check_gpu.py has both."""
+    agent, events = MagicMock(), []
+    agent.register.side_effect = ["first", "second"]
+    agent.metadata.return_value = b""
+    agent.deregister.side_effect = lambda descriptors: events.append(descriptors)
+    monkeypatch.setattr(nixl, "warm_nixl", lambda: agent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    monkeypatch.setattr(Region, "release", lambda region: events.append("released"))
+    end = NixlTransport()
+    for number in (0, 1):
+        end._slots[number] = Region(torch.empty(8, dtype=torch.uint8))
+        assert end._serve(number)["device"] == -1
+    end.close()
+    end.close()
+    assert sorted(events[:2]) == ["first", "second"] and events[2:] == ["released", "released"]
+    assert not end._slots
+
+
+def test_nixl_forgets_what_is_deregistered() -> None:
+    code = """
+import ctypes
+from posttrain.weights.nixl_agent import package
+from posttrain.weights.ucx import warm_nixl
+agent, memory = warm_nixl(build=package(None)), ctypes.create_string_buffer(4096)
+before = agent.metadata()
+descriptors = agent.register(ctypes.addressof(memory), 4096)
+during = agent.metadata()
+agent.deregister(descriptors)
+print(before != during, agent.metadata() == before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True True\n", done.stderr
+
+
+def test_a_nixl_process_that_ucx_holds_is_no_mere_silence() -> None:
+    process = object.__new__(NixlProcess)
+    process._printed = deque(["[n1:19:0:20] Caught signal 11 (Segmentation fault: address not mapped to object)"])
+    silent = process._why_silent(2.0)
+    assert silent.code == "deadline" and "did not answer within 2 s: UCX's handler caught a crash" in silent.message
+    process._printed.clear()
+    assert process._why_silent(2.0).message == "the NIXL process did not answer within 2 s"

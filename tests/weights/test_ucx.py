@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.errors import WeightSyncError
 from posttrain.weights import nixl_agent, ucx
+from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.nixl_agent import bindings, package
 from posttrain.weights.ucx import Loaded, in_maps, nccl_in_use, order_problem, scan_ucx_log, warm_nixl
 
@@ -143,6 +144,29 @@ def test_the_trace_of_a_crash_and_the_abort_of_a_peer_are_named() -> None:
     assert abort is not None and "ended its own process" in abort.message
 
 
+ASSERTION = "Assertion `ep->flags & 1' failed"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (f"[vm:19:0:20]       ucp_ep.c:1234 {ASSERTION}: endpoint", "ended its own process"),
+        (f"[n-1.site:244946:a:370571] tcp_ep.c:77   {ASSERTION}", "ended its own process"),
+        (f"python: ucs_mpool.c:12: ucs_mpool_get: {ASSERTION}", "ended its own process"),
+        ("[hpc:5187 :0] Caught signal 11 (Segmentation fault: address not mapped to object at address 0x12)", "caught a crash"),
+        ("[cnXX:25027:0] Process frozen...", "caught a crash"),
+        (f"../aten/src/ATen/native/cuda/Indexing.cu:1289: f: block: [0,0,0], thread: [0,0,0] {ASSERTION}.", None),
+        (f"[08:00:00] graph.cc:12: {ASSERTION}", None),
+        (f"python: alloc.c:12: grow: {ASSERTION}", None),
+        ("torch: Fatal: unexpected error", None),
+        ("INFO Caught signal 15 (Terminated)", None),
+    ],
+)
+def test_an_assertion_and_a_crash_are_of_ucx_only_where_the_line_is(line: str, what: str | None) -> None:
+    failure = scan_ucx_log(line)
+    assert (failure is None) if what is None else (failure is not None and what in failure.message)
+
+
 def test_other_lines_are_nothing() -> None:
     assert scan_ucx_log("") is None
     assert scan_ucx_log("srun: error: Prolog hung on node n7\npyxis: mkdir failed: File exists\n") is None
@@ -161,6 +185,17 @@ def test_only_versions_that_the_adapter_was_written_for(monkeypatch: pytest.Monk
     with pytest.raises(WeightSyncError, match=f"NIXL {installed} is installed") as caught:
         bindings(BUILD)
     assert "pip install 'nixl>=1.5,<1.6'" in caught.value.fix and not caught.value.retryable
+
+
+def test_an_unfit_nixl_is_told_where_a_run_is_prepared_and_nothing_of_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "import_module", lambda name: pytest.fail(f"{name} was loaded"))
+    NixlTransport.preflight()
+    monkeypatch.setattr(nixl_agent, "version", lambda name: "1.4.2")
+    with pytest.raises(WeightSyncError, match="NIXL 1.4.2 is installed"):
+        NixlTransport.preflight()
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda name: None)
+    with pytest.raises(WeightSyncError, match="not installed"):
+        NixlTransport.preflight()
 
 
 def test_a_name_that_the_installed_nixl_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What is made ready and checked before a model loads; a dry run is this and no more.
 
-In the order of its cost: the objective first, then the optimizer's dependencies, the environments and their data, the tokenizer,
-and what the engine would refuse to start with. Nothing is started and no weights are read.
+In the order of its cost: the objective first, then the optimizer's dependencies, the environments, what the transport of the
+weights needs, the data, the tokenizer, and what the engine would refuse to start with. Nothing is started, no weights are read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from posttrain.loop.model_folder import made_folder, model_folder
 from posttrain.loop.pairs import check_pairs
 from posttrain.loop.states import training_keepers
 from posttrain.loop.validation import held_out_draws, refuse_held_out
+from posttrain.placement.grid import transport_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,7 @@ def prepare(
     made: dict[str, Any] = {"rl.objective.name": objective.algorithm}
     made |= {f"environments[{i}].name": env for i, env in enumerate(environments.values())}
     refuse_misfits(config, made)  # before data is read
+    check_transport(config)
     sampler = build_sampler(config, environments)
     offline = config.rollout.engine == NO_ENGINE
     held_out = held_out_draws(sampler.sources, environments, config.validation.prompts)
@@ -123,6 +125,13 @@ def build_run_objective(config: RunConfig) -> Objective:
         asynchronous=config.rollout.max_async_rollout > 0,
         **options,
     )
+
+
+def check_transport(config: RunConfig) -> None:
+    """Raise what can be told of the transport without a start: `Transport.preflight`. It is built where the weights are."""
+    if config.rollout.engine != NO_ENGINE:
+        chosen = plugins.resolve("transports", transport_of(config), where="weights.transport")
+        getattr(chosen, "preflight", lambda: None)()  # a factory has none
 
 
 def build_environments(config: RunConfig) -> dict[str, Environment]:

@@ -21,6 +21,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -87,7 +88,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a role runs."""
+    """Where a role runs. log_start: byte of `log` at which what its process printed begins."""
 
     node: str
     address: str
@@ -96,6 +97,7 @@ class Place:
     log: str
     devices: tuple[str, ...] = ()
     sighting: Sighting | None = None
+    log_start: int = 0
 
     @property
     def pid(self) -> int:
@@ -185,7 +187,7 @@ class Host:
 
     def _begin(self) -> Place:
         spec = self.spec
-        log = _redirect(Path(spec.logs) / f"{spec.name}.log")
+        log, log_start = _redirect(Path(spec.logs) / f"{spec.name}.log")
         _outlive_the_group()
         if boot_id() == spec.driver_boot:
             end_with(spec.driver, last=functools.partial(_leave, spec.session))
@@ -201,7 +203,7 @@ class Host:
         module, _, attribute = spec.factory.partition(":")
         self._role = getattr(importlib.import_module(module), attribute)(**spec.kwargs)
         sighting = spec.nonce.look() if spec.nonce else None
-        return Place(socket.gethostname(), _address(), ProcessId.current(), boot_id(), log, devices, sighting)
+        return Place(socket.gethostname(), _address(), ProcessId.current(), boot_id(), log, devices, sighting, log_start)
 
     def _portable(self, method: str, exc: Exception) -> BaseException:
         """An exception that can be sent; it is printed to the role's log with its traceback, and says which role it came from."""
@@ -283,19 +285,36 @@ def _leave(session: tuple[ProcessId, ...]) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def _redirect(path: Path) -> str:
-    """From here on what this process and its libraries print goes to the role's log, and a crash leaves its stacks there."""
+def _redirect(path: Path) -> tuple[str, int]:
+    """From here on what this process and its libraries print goes to the role's log, and a crash leaves its stacks there.
+
+    What it printed before comes first: that is in files of Ray's on its own node, where the driver may not see it. Returns the
+    log, and its size before.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    start = os.fstat(fd).st_size
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
+        os.write(fd, _printed(number))
         os.dup2(fd, number)
     os.close(fd)
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     logging.getLogger("posttrain").setLevel(logging.INFO)
-    return str(path)
+    return str(path), start
+
+
+def _printed(number: int) -> bytes:
+    """What is in the file that this process prints to, but for the lines `:job_id:…` by which Ray tells jobs and actors apart."""
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            return b""
+        lines = Path(f"/proc/self/fd/{number}").read_bytes().splitlines(keepends=True)
+    except OSError:
+        return b""
+    return b"".join(line for line in lines if not line.startswith(b":"))
 
 
 def _outlive_the_group() -> None:

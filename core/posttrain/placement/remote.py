@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import RunInterrupted, WaitExpired, WeightSyncError
 from posttrain.placement.host import STACKS_S, Beat, Host, Outcome, Place, RoleSpec, boot_id
+from posttrain.placement.role_log import RoleLog
 
 if TYPE_CHECKING:
     from posttrain.placement.cluster import Cluster, Seat
 
-LOG_LINES = 5
 PERIOD_S = 2.0
 """Seconds between heartbeats."""
 
@@ -39,7 +39,8 @@ DEATH_GRACE_S = 3.0
 
 @dataclass(eq=False)
 class Remote:
-    """One role. place: known once it has begun.   spare: the run can go on without it, so its death ends nothing by itself."""
+    """One role. place: known once it has begun.   spare: the run can go on without it, so its death ends nothing by itself.
+    log: what its process of now has printed."""
 
     spec: RoleSpec
     seat: Seat
@@ -47,7 +48,11 @@ class Remote:
     spare: bool = False
     place: Place | None = None
     ended: bool = False
+    log: RoleLog = field(init=False)
     _seen: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.log = RoleLog.from_now(Path(self.spec.logs) / f"{self.name}.log")
 
     @property
     def name(self) -> str:
@@ -91,28 +96,32 @@ class Remote:
 
     def died(self, exc: BaseException) -> RunInterrupted:
         """The error that says that this role is gone; what UCX announced in its log before is the cause."""
-        where = f"{self.name}" + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
-        log = Path(self.spec.logs) / f"{self.name}.log"
-        announced = _announced(log)
-        causes = [str(announced.message), announced.cause] if announced else last_lines(log)
+        announced = self.log.announced(death=str(exc))
+        causes = [announced.message, announced.cause] if announced else self.log.last_lines()
         return RunInterrupted(
             f"{self.name} died",
-            where=where,
+            where=self._where,
             cause="; ".join([_first_line(exc), *causes]),
-            fix=announced.fix if announced else f"read {log}, then go on with --resume",
+            fix=announced.fix if announced else f"read {self.log.path}, then go on with --resume",
             code="role-died",
         )
 
     def stuck(self, seconds: float) -> RunInterrupted:
-        """The error that says that this role does not answer."""
-        where = f"{self.name}" + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
+        """The error that says that this role does not answer; a crash that UCX's handler holds is announced in its log."""
+        announced = self.log.announced()
+        resume = f"read {self.log.path}, then go on with --resume"
         return RunInterrupted(
             f"{self.name} has not answered for {seconds:.0f} s",
-            where=where,
-            cause="its process is stopped, frozen in a fault, or its machine is unreachable",
-            fix=f"read {self.spec.logs}/{self.name}.log, then go on with --resume; grid.heartbeat_timeout_s sets the limit",
+            where=self._where,
+            cause=f"{announced.message}; {announced.cause}" if announced else
+            "its process is stopped, frozen in a fault, or its machine is unreachable",
+            fix=f"{announced.fix}; {resume}" if announced else f"{resume}; grid.heartbeat_timeout_s sets the limit",
             code="role-stuck",
-        )
+        )  # fmt: skip
+
+    @property
+    def _where(self) -> str:
+        return self.name + (f", pid {self.place.pid} on {self.place.node}" if self.place else "")
 
     async def _bounded(self, future: asyncio.Future[Any], method: str, timeout: float) -> Any:
         try:
@@ -152,7 +161,7 @@ class Fleet:
         """A new process for a role that is gone, in the same seat; begun, and known under the same `Remote`."""
         role = self.roles[name]
         role.kill()
-        role.actor, role.place = self._actor(role.spec, role.seat), None
+        role.actor, role.place, role.log = self._actor(role.spec, role.seat), None, RoleLog.from_now(role.log.path)
         self.begin([name], timeout)
         role.ended, role._seen = False, time.monotonic()
 
@@ -173,7 +182,7 @@ class Fleet:
         roles = [self.roles[name] for name in names]
         places = _collect({role.actor.begin.remote().future(): role for role in roles}, "begin", timeout)
         for role, place in zip(roles, places, strict=True):
-            role.place = place
+            role.place, role.log = place, RoleLog(role.log.path, place.log_start)
 
     async def watch(self) -> None:
         """Ask every role for a heartbeat, for ever. Raises as soon as one is dead, or silent for too long (it is then killed)."""
@@ -268,25 +277,6 @@ async def first_failure(work: Sequence[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _announced(log: Path) -> WeightSyncError | None:
-    """The failure that UCX or NIXL announced in a role's log; None when there is none, or no log on this machine."""
-    from posttrain.weights.ucx import scan_ucx_log
-
-    try:
-        return scan_ucx_log(log.read_text(errors="replace"))
-    except OSError:
-        return None
-
-
-def last_lines(path: Path, count: int = LOG_LINES) -> list[str]:
-    """The last lines of a log that say something; empty when there is none."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line.strip() for line in lines if line.strip()][-count:]
-
-
 def _origin(
     futures: dict[concurrent.futures.Future[Any], Remote],
     done: set[concurrent.futures.Future[Any]],
@@ -315,15 +305,23 @@ def _late(
 def _expired(roles: Sequence[Remote], method: str, timeout: float, beats: Mapping[str, Beat | None]) -> WaitExpired:
     """The error of roles that are late; `stacks`: all that they say of themselves, for a report."""
     names = ", ".join(role.name for role in roles)
-    short = [f"{name} {beat.short(name) if beat else 'does not answer heartbeats either'}" for name, beat in beats.items()]
+    silent = {role.name: role.log.announced() for role in roles if beats.get(role.name) is None}
+    announced = [sign for sign in silent.values() if sign]
+    short = [f"{name} {beat.short(name)}" if beat else _mute(name, silent[name]) for name, beat in beats.items()]
+    logs = f"see {' and '.join(f'{name}.log' for name in beats) or 'the logs'} in {roles[0].spec.logs}"
     failure = WaitExpired(
         f"{names} did not finish {method} within {timeout:g} s",
         where=f"owner: {names}",
         cause="; ".join(short),
-        fix=f"see {' and '.join(f'{name}.log' for name in beats) or 'the logs'} in {roles[0].spec.logs}",
+        fix="; ".join([announced[0].fix, logs] if announced else [logs]),
     )
     failure.stacks = "\n\n".join(f"== {n}\n\n{beat.full()}" for n, beat in beats.items() if beat)  # type: ignore[attr-defined]
     return failure
+
+
+def _mute(name: str, announced: WeightSyncError | None) -> str:
+    said = f": {announced.message}; {announced.cause}" if announced else ""
+    return f"{name} does not answer heartbeats either{said}"
 
 
 def _stacks_of(roles: Sequence[Remote]) -> dict[str, Beat | None]:

@@ -76,11 +76,12 @@ class PolicyRank:
         world: `dp_replicate * dp_shard`; 1 needs no address and no process group.
         objective: `module:function` that makes it from the config.   transport: of the weights, by name.
         timeout_s: for all ranks to arrive.   collective_timeout_s: of one operation between them.
-        Raises RunInterrupted when the ranks do not meet.
+        Raises RunInterrupted when the ranks do not meet, WeightSyncError when the transport does not start.
         """
         quiet_libraries()
         self.rank, self.world = rank, world
         end = plugins.build("transports", transport, config.weights.options, where="weights.options")  # NIXL before NCCL
+        end.warm("serve")
         with self._named("start"):
             if torch.cuda.is_available():
                 torch.cuda.set_device(0)  # the one device that this process was given

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import plugins
 from posttrain.errors import WeightSyncError
-from posttrain.weights.deadline import moving
+from posttrain.weights.deadline import in_thread, moving
 from posttrain.weights.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class RolloutBody:
         self._readers: set[Reader] = set()
 
     async def start(self) -> None:
-        """Bring the engine up with placeholder weights. Raises EngineStartError with the fix."""
+        """Bring the engine up with placeholder weights, after the transport: that is quick. Raises EngineStartError and
+        WeightSyncError with the fix."""
+        await in_thread(self.receiver.warm)
         await self.engine.start()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:

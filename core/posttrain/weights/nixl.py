@@ -16,24 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from posttrain.errors import WeightSyncError
 from posttrain.weights.memory import Region, shared_region
-from posttrain.weights.nixl_agent import package
+from posttrain.weights.nixl_agent import check_version, package
 from posttrain.weights.nixl_process import NixlProcess
 from posttrain.weights.owner import ProcessId, pid_namespace
 from posttrain.weights.plan import Piece
-from posttrain.weights.transport import Handle, Transport, runs
+from posttrain.weights.transport import End, Handle, Transport, runs
 from posttrain.weights.ucx import warm_nixl
 
 GRACE_S = 1.0
 """How much longer this process waits for an answer than the NIXL process waits for the peer."""
-
-
-Role = Literal["serve", "pull"]
 
 
 class NixlTransport(Transport):
@@ -52,25 +49,31 @@ class NixlTransport(Transport):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._slots: dict[int, Region] = {}  # by the number that is in their handles
-        self._processes: dict[Role, NixlProcess] = {}
+        self._registered: dict[int, Any] = {}  # by the same: slots of a GPU, which this process registers itself
+        self._processes: dict[End, NixlProcess] = {}
         self._closed = False
         self._starting = threading.Lock()
         if torch.device(self.options.device).type == "cuda" and torch.cuda.is_available():
             warm_nixl()  # this process will register its slots itself: before a process group brings NCCL in
 
-    def warm(self, role: Role = "pull") -> NixlProcess:
-        """The NIXL process of this end, started if need be: early, so that the first update does not wait for it.
+    @classmethod
+    def preflight(cls) -> None:
+        check_version(package(torch.version.cuda))
 
-        Raises WeightSyncError when it cannot be started.
-        """
+    def warm(self, end: End) -> None:
+        if end == "pull" or torch.device(self.options.device).type == "cpu":  # NIXL for slots of a GPU is started already
+            self._process(end)
+
+    def _process(self, end: End) -> NixlProcess:
+        """The NIXL process of this end, started if need be. Raises WeightSyncError when it cannot be started."""
         with self._starting:
-            process = self._processes.get(role)
+            process = self._processes.get(end)
             if self._closed:
                 raise WeightSyncError("the lane was closed", code="stopped")
             if process is None or not process.alive:
                 if process is not None:
                     process.close()
-                process = self._processes[role] = NixlProcess(package(torch.version.cuda), serve=role == "serve")
+                process = self._processes[end] = NixlProcess(package(torch.version.cuda), serve=end == "serve")
             return process
 
     def staging(self, nbytes: int, *, shared: bool = False) -> Region:
@@ -120,6 +123,8 @@ class NixlTransport(Transport):
         with self._starting:  # one that was just being started
             for process in self._processes.values():
                 process.end()
+        while self._registered:  # before the memory is given back: the agent outlives this end
+            warm_nixl().deregister(self._registered.popitem()[1])
         for region in self._slots.values():
             region.release()
         self._slots.clear()
@@ -133,14 +138,14 @@ class NixlTransport(Transport):
         else:  # another process cannot register this one's GPU memory
             agent, index = warm_nixl(), region.buffer.get_device()
             torch.cuda.synchronize(index)
-            agent.register(region.buffer.data_ptr(), region.nbytes, index)
+            self._registered[number] = agent.register(region.buffer.data_ptr(), region.nbytes, index)
             where = {"agent": agent.name, "metadata": base64.b64encode(agent.metadata()).decode(), "device": index}
             where |= {"address": region.buffer.data_ptr(), "server": str(ProcessId.current())}
         peer = f"process {os.getpid()} on {platform.node()}"
         return {**where, "slot": number, "place": _place(), "owner": str(ProcessId.current()), "peer": peer}
 
-    def _ask(self, role: Role, what: str, **details: Any) -> dict[str, Any]:
-        return self.warm(role).ask({"do": what, **details}, self.options.timeout_s + GRACE_S)
+    def _ask(self, end: End, what: str, **details: Any) -> dict[str, Any]:
+        return self._process(end).ask({"do": what, **details}, self.options.timeout_s + GRACE_S)
 
 
 def _path(staging: Region) -> str:

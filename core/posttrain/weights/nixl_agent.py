@@ -55,23 +55,33 @@ def package(cuda: str | None) -> str:
     return found
 
 
-def bindings(package: str) -> Any:
-    """The bindings of this NIXL build. Raises WeightSyncError unless it is of a version that this adapter was written for."""
+def check_version(package: str) -> str:
+    """The version of this NIXL build. Raises WeightSyncError unless this adapter was written for it; loads nothing of NIXL."""
     try:
         installed = version(package.replace("_", "-"))
     except PackageNotFoundError:
         installed = "unknown"
     low, high = ([int(part) for part in bound.split(".")] for bound in SUPPORTED)
     release = [int(part) for part in installed.split(".")[:2] if part.isdigit()]
-    found = import_module(f"{package}._bindings") if low <= release < high else None
-    absent = [] if found is None else list(_absent(found))
-    if found is None or absent:
-        raise WeightSyncError(
-            f"NIXL {installed} is installed, posttrain's adapter is for {SUPPORTED[0]} up to, not including, {SUPPORTED[1]}",
-            cause=f"it lacks {', '.join(absent)}" if absent else "other versions were not tried",
-            fix=f"pip install 'nixl>={SUPPORTED[0]},<{SUPPORTED[1]}'", code="nixl", retryable=False,
-        )  # fmt: skip
+    if not low <= release < high:
+        raise _unfit(installed, "other versions were not tried")
+    return installed
+
+
+def bindings(package: str) -> Any:
+    """The bindings of this NIXL build. Raises WeightSyncError unless it is what this adapter was written for."""
+    installed = check_version(package)
+    found = import_module(f"{package}._bindings")
+    if absent := list(_absent(found)):
+        raise _unfit(installed, f"it lacks {', '.join(absent)}")
     return found
+
+
+def _unfit(installed: str, cause: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"NIXL {installed} is installed, posttrain's adapter is for {SUPPORTED[0]} up to, not including, {SUPPORTED[1]}",
+        cause=cause, fix=f"pip install 'nixl>={SUPPORTED[0]},<{SUPPORTED[1]}'", code="nixl", retryable=False,
+    )  # fmt: skip
 
 
 def _absent(found: Any) -> Iterator[str]:

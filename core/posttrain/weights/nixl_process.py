@@ -75,7 +75,7 @@ class NixlProcess:
         while not line.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 self.end()
-                raise WeightSyncError(f"the NIXL process did not answer within {timeout:.3g} s", code="deadline")
+                raise self._why_silent(timeout)
             part = os.read(process.stdout.fileno(), 2**16)
             if not part:
                 raise self._why_ended()
@@ -113,6 +113,13 @@ class NixlProcess:
             text = line.decode(errors="replace").rstrip()
             self._printed.append(text)
             log.info("nixl process %d: %s", self._process.pid, text)
+
+    def _why_silent(self, timeout: float) -> WeightSyncError:
+        sign = scan_ucx_log("\n".join(self._printed.copy()))  # a crash that UCX's handler holds
+        return WeightSyncError(
+            f"the NIXL process did not answer within {timeout:.3g} s" + (f": {sign.message}" if sign else ""),
+            cause=sign.cause if sign else "", fix=sign.fix if sign else "", code="deadline", anchor=sign.anchor if sign else "",
+        )  # fmt: skip
 
     def _why_ended(self) -> WeightSyncError:
         if self._ended:

@@ -2,8 +2,7 @@
 
 Phase 1 (`stage`, `prove`) touches no engine; it may begin while the publication is still being written. Phase 2 (`commit`) pauses
 the engine, applies, and lets it go on; what fails there leaves the lane invalid. Staging is one copy of the weights, reused from
-update to update, and dropped with its transport when a pull is overdue: whoever still writes to it writes to memory that nobody
-reads.
+update to update, and dropped with its transport when a pull is overdue: a late write goes to memory that nobody reads.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ DIGESTS = 2
 CLOSE_S = 30.0
 """How long an engine that is to be replaced may take to close."""
 
-
 POLL_S = 0.002
 """How soon a lane looks again whether a bucket is written."""
 
@@ -76,8 +74,7 @@ class Receiver:
         self, engine: Engine, transport: Transport, *, name: str = "rollout-0", number: int = 0, compare_bytes: bool = False,
         grace_s: float = GRACE_S,
     ) -> None:  # fmt: skip
-        self.engine, self.name, self.lane = engine, name, Lane(name)
-        self.proved = False
+        self.engine, self.name, self.lane, self.proved = engine, name, Lane(name), False
         self._number, self._compare, self._grace_s = number, compare_bytes, grace_s
         self._transport = transport.fresh()
         self._staging: Region | None = None
@@ -93,6 +90,10 @@ class Receiver:
     def at(self) -> int | None:
         """Index of the bucket that is being pulled, or was last."""
         return self._bucket.index if self._bucket is not None else None
+
+    def warm(self) -> None:
+        """Get the transport ready to pull, see `Transport.warm`."""
+        self._transport.warm("pull")
 
     async def stage(self, publication: Publication, *, timeout: float) -> None:
         """Pull and digest every bucket, each once it is written, while the engine generates; `prove` compares, and votes. Who

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -22,6 +22,10 @@ from posttrain.weights.plan import BucketPlan, Piece
 
 Handle = dict[str, Any]
 """Where a slot is, as plain picklable data; only the transport that made it can read it."""
+
+
+End = Literal["serve", "pull"]
+"""What an end does: a policy rank's serves its slots, a rollout body's pulls from them."""
 
 
 class Transport(Declares, ABC):
@@ -37,9 +41,18 @@ class Transport(Declares, ABC):
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None else type(self).Options()
 
+    @classmethod
+    def preflight(cls) -> None:
+        """What every end would refuse: packages that are absent, or of other versions. Called where a run is prepared; starts
+        nothing. Raises WeightSyncError with the fix."""
+
     def fresh(self) -> Transport:
         """A new end with the same options, for one lane."""
         return type(self)(self.options)
+
+    def warm(self, end: End) -> None:
+        """Start now what this end would start at its first slot or pull: called before a model loads, so that what cannot start
+        is told then. Blocks. Raises WeightSyncError with the fix."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Region, Handle]:

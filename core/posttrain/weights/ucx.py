@@ -117,6 +117,9 @@ class _Sign:
     fix: str
 
 
+_OF_UCX = r"(?:\[(?!\d+:)[^\s\[\]:]+:\d+ *:\w+(?::\d+)?\]|\buc[mpst]_\w|\bucx_\w).*"
+"""The beginning of a line that UCX prints, `[host:pid:thread:n]`, or a function or file of UCX."""
+
 _SIGNS = (
     _Sign(
         re.compile(r"UCX CUDA support was not found|VRAM memory is detected as host by UCX"),
@@ -131,7 +134,13 @@ _SIGNS = (
         "start NIXL first (warm_nixl), and take other UCX builds out of LD_LIBRARY_PATH",
     ),
     _Sign(
-        re.compile(r"Assertion .* failed|Fatal: unexpected error"),
+        re.compile(_OF_UCX + r"(?:Caught signal \d+|Process frozen)"),
+        "UCX's handler caught a crash of the process",
+        "with UCX_HANDLE_ERRORS=freeze it then holds the process, which looks like a hang",
+        "read the backtrace below that line; frames of registerMem mean that UCX or NCCL came before NIXL (posttrain doctor)",
+    ),
+    _Sign(
+        re.compile(_OF_UCX + r"(?:Assertion .* failed|Fatal: unexpected error)"),
         "UCX ended its own process",
         "over TCP, UCX does not survive a peer that gave up in the middle of a read",
         "the next publication is served by a new process; on one machine allow CMA, between machines use RDMA",
