@@ -111,3 +111,15 @@ def test_what_it_refuses(run: Path, capsys: Any, arguments: list[str], code: int
 def test_it_is_in_the_help_which_is_one_screen(capsys: Any) -> None:
     assert "posttrain eval RUN" in HELP and len(HELP.splitlines()) <= 24
     assert ran(capsys, "eval", "--help")[0] == 0
+
+
+def test_an_engine_that_runs_out_of_memory_gets_the_steps(run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    from posttrain.rollout.hf import HFEngine
+
+    async def full(self: HFEngine) -> None:
+        raise MemoryError("cannot allocate memory")
+
+    monkeypatch.setattr(HFEngine, "start", full)
+    code, _, err = ran(capsys, "eval", run, "--out", tmp_path / "o")
+    assert code == 5 and "1 rollout.gpu_memory_utilization" in err and "5 stop" in err
+    assert "--max-tokens" in err and "docs/troubleshooting.md#out-of-memory" in err

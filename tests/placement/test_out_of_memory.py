@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from posttrain.config.catalog import load_catalog
 from posttrain.config.load import load_config
-from posttrain.config.rules import check_rules
-from posttrain.config.schema import RunConfig
-from posttrain.errors import EngineStartError, OutOfMemory, RunAborted, WeightSyncError
+from posttrain.config.schema import EvalConfig, RunConfig
+from posttrain.errors import EngineStartError, OutOfMemory, RunAborted, RunInterrupted, WeightSyncError
 from posttrain.placement.out_of_memory import explain, memory_explained, ran_out, recovery_steps
 from posttrain.policy.memory import memory_guard
 
@@ -86,23 +87,106 @@ def test_an_engine_that_does_not_fit_names_its_three_knobs_and_ends_as_an_engine
         assert knob in found.fix.split("\n")[1]
 
 
-@pytest.mark.parametrize("overrides", [(), ("rl.micro_batch_per_replica=32",), ("rl.mini_batch_per_replica=16",),
-                                       ("rollout.max_tokens=2", "rollout.max_model_len=3"),
-                                       ("validation.max_tokens=5",), ("rollout.engine=vllm",)])  # fmt: skip
-def test_every_value_that_is_offered_is_legal(overrides: tuple[str, ...]) -> None:
-    before = config(*overrides)
-    offered = [
-        (key, value)
-        for line in recovery_steps(before)
-        for key, values in re.findall(r"((?:rl|rollout|validation)\.[a-z_]+)=([\d., then]+)", line)
-        for value in re.findall(r"\d[\d.]*", values)
-    ]
-    assert offered
-    for key, value in offered:
-        changed = [f"{key}={value}"]
-        if key == "rollout.max_model_len":  # it comes after the shorter completions
-            changed += [f"{k}={v}" for k, v in offered if k.endswith("max_tokens")]
-        assert check_rules(load_config([*BASE, *overrides, *changed]).config) == []
+OFFER = re.compile(r"([a-z]+\.[a-z_.]+)=(\[[\d,]+\]|[\d.]+(?:, (?:then )?[\d.]+)*)")
+
+
+def offered(line: str) -> list[list[str]]:
+    """The overrides that a step offers, as printed: what stands side by side goes together; of a list the first and the last."""
+    found = []
+    for part in re.split(r" or |: ", re.sub(r" \([^)]*\)", "", line)):
+        first, _, after = part.partition(" together")  # what comes after it is typed beside it
+        for keys, beside in ((first, ""), (after, first)):
+            pairs = OFFER.findall(keys)
+            kept = [f"{key}={value}" for key, value in OFFER.findall(beside)]
+            values = [value if value.startswith("[") else re.split(r", (?:then )?", value) for _, value in pairs]
+            many = [value for value in values if isinstance(value, list) and len(value) > 1]
+            for i in (0, -1) if many else (0,) if pairs else ():
+                chosen = [value if isinstance(value, str) else value[i] for value in values]
+                found.append([*kept, *(f"{key}={value}" for (key, _), value in zip(pairs, chosen, strict=True))])
+    return found
+
+
+def all_legal(*overrides: str, asked: Sequence[EvalConfig] | None = None) -> list[str]:
+    """Load what every step offers, and the last offers of all steps together. Returns all that was offered."""
+    before, told = [], []
+    for line in recovery_steps(load_config(overrides).config, asked=asked):
+        offers = offered(line)
+        for offer in offers:
+            load_config([*overrides, *offer])
+            told += offer
+        before += offers[-1] if offers else []
+    load_config([*overrides, *before])
+    return told
+
+
+def test_what_is_printed_is_read_as_offers() -> None:
+    line = "3 rollout.max_tokens=3 rl.overlong_buffer_tokens=3 together, then rollout.max_model_len=9: only if acceptable"
+    first = ["rollout.max_tokens=3", "rl.overlong_buffer_tokens=3"]
+    assert offered(line) == [first, [*first, "rollout.max_model_len=9"]]
+    assert offered("2 rl.micro_batch_per_replica=4, 3, 2 (now 8; x=1) or rl.micro_batch_tokens=5 (now 9): the same") == [
+        ["rl.micro_batch_per_replica=4"], ["rl.micro_batch_per_replica=2"], ["rl.micro_batch_tokens=5"]
+    ]  # fmt: skip
+    assert offered("5 stop; more: grid.dp_shard=4 grid.shapes.policy=[1,4]") == [["grid.dp_shard=4", "grid.shapes.policy=[1,4]"]]
+
+
+RAY = ("grid.backend=ray", "rollout.engine=vllm")
+TOPOLOGIES = {
+    "local": (),
+    "a micro-batch": ("rl.micro_batch_per_replica=32",),
+    "mini-batches": ("rl.mini_batch_per_replica=16",),
+    "short": ("rollout.max_tokens=2", "rollout.max_model_len=3"),
+    "held out": ("validation.max_tokens=5",),
+    "overlong": ("rl.overlong_penalty_factor=1", "rl.overlong_buffer_tokens=6", "rollout.max_tokens=7"),
+    "evals": ("evals=[{name: arithmetic, max_tokens: 250}]", "rollout.max_model_len=260", "rollout.max_tokens=200"),
+    "vllm": ("rollout.engine=vllm",),
+    "two shards": (*RAY, "grid.dp_shard=2"),
+    "shapes": (*RAY, "grid.dp_shard=2", "grid.shapes={policy: [1, 2], rollout: [2, 1]}", "rl.micro_batch_per_replica=2"),
+    "HSDP": (*RAY, "grid.dp_replicate=2", "grid.dp_shard=2", "grid.shapes.policy=[1,4]", "rl.mini_batch_per_replica=32"),
+    "an odd batch": (*RAY, "grid.dp_shard=2", "rl.batch_per_replica=24", "rl.mini_batch_per_replica=6", "rl.group_size=4"),
+    "no wider one": (*RAY, "grid.dp_shard=64"),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_value_that_is_offered_loads(name: str) -> None:
+    told = all_legal(*BASE, *TOPOLOGIES[name])
+    assert told
+    wider = [one for one in told if one.startswith("grid.")]
+    assert bool(wider) == ("grid.backend=ray" in TOPOLOGIES[name] and name != "no wider one")
+
+
+@pytest.mark.parametrize("name", sorted(load_catalog().experiments))
+def test_every_value_that_is_offered_to_an_experiment_loads(name: str) -> None:
+    assert all_legal(f"experiment={name}")
+
+
+def test_the_cluster_is_offered_more_ranks_with_all_that_goes_with_them() -> None:
+    told = all_legal("experiment=cluster_grpo", "rl.micro_batch_per_replica=2")
+    assert told[-3:] == ["grid.dp_shard=4", "grid.shapes.policy=[1,4]", "rl.micro_batch_per_replica=4"]
+
+
+def test_an_eval_is_offered_what_its_command_takes() -> None:
+    before = config("rollout.max_tokens=100", "evals=[{name: arithmetic, max_tokens: 60}]", *RAY, "grid.dp_shard=2")
+    short = recovery_steps(before, asked=[EvalConfig(name="arithmetic", max_tokens=40)])
+    assert short[1] == "2 rl.micro_batch_per_replica: nothing to lower, nothing trains here"
+    assert short[2].startswith("3 --max-tokens 20, then rollout.max_model_len=")
+    assert "policy ranks" not in short[4]
+    all_legal(*BASE, asked=[EvalConfig(name="arithmetic")])
+
+
+DIED = RunInterrupted("rollout-0 died", where="rollout-0, pid 7 on a", cause="the node was running low on memory")
+
+
+@pytest.mark.parametrize(("exc", "said"), [
+    (None, "nothing to gain for the policy"),
+    (OutOfMemory("the policy ran out of memory while training"), "nothing to gain for the policy"),
+    (DIED, "=0.4, then 0.25, then 0.2"),
+    (EngineStartError("the device has less free memory than the engine may take", code="device-memory"), "=0.4, then 0.25"),
+    (EngineStartError("the KV cache does not fit", code="kv-cache"), "nothing to lower, the KV cache lacks room"),
+])  # fmt: skip
+def test_where_engines_have_devices_of_their_own_it_matters_who_ran_out(exc: Exception | None, said: str) -> None:
+    apart = config(*RAY, "grid.gpu_placement=disaggregated")
+    assert said in next(line for line in recovery_steps(apart, exc) if line.startswith("1 "))
 
 
 def test_a_micro_batch_that_cannot_be_smaller_is_not_offered() -> None:

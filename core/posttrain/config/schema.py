@@ -140,7 +140,7 @@ class GridConfig:
     shapes: ShapesConfig = field(default_factory=ShapesConfig)
     ranks: int = 1  # rank width when shapes are not given
     num_replicas: int = 1  # rollout replicas when shapes are not given
-    grouping: Literal["single", "per_role"] = "single"  # whether roles share processes
+    grouping: Literal["auto", "single", "per_role"] = "auto"  # roles in one process (local), or each in its own (ray)
     gpu_placement: Literal["colocated", "disaggregated"] = "colocated"  # whether roles share devices
     dp_replicate: int = 1  # HSDP replicas inside the policy's ranks
     dp_shard: int = 1  # FSDP shards inside the policy's ranks

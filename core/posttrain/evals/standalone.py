@@ -29,6 +29,7 @@ from posttrain.evals.result import FOLDER, Result, Results
 from posttrain.evals.run import beside, run_eval
 from posttrain.evals.subject import Subject, base_model, load_model, logprobs, subjects_of, weights_of
 from posttrain.evals.table import write_table
+from posttrain.placement.out_of_memory import memory_explained
 from posttrain.tracking.rollouts import write_rollouts
 from posttrain.tracking.text import near
 
@@ -80,7 +81,8 @@ def evaluate(
     jobs = [_job(group, groups, overrides, flags, config_file, out, allow_trained, say) for group in groups]
     found: list[Result] = []
     for job in jobs:
-        found += run_to_end(job.run(say))
+        with memory_explained(job.given, job.config.evals):
+            found += run_to_end(job.run(say))
         write_table(job.results, *([job.proof.text()] if job.proof else []))
     return found
 
@@ -95,8 +97,9 @@ def _groups(subjects: Sequence[Subject]) -> list[list[Subject]]:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The subjects that share an engine, and what is asked of them."""
+    """The subjects that share an engine, and what is asked of them. given: the config before the flags."""
 
+    given: RunConfig
     config: RunConfig
     subjects: list[Subject]
     model: str
@@ -170,8 +173,8 @@ def _job(
 
     first = group[0]
     beside_run = next((one.run for other in groups for one in other if one.run is not None), None)
-    config = _config(first, beside_run, overrides, config_file)
-    config = replace(config, evals=tuple(flags.apply(entry) for entry in config.evals or _own(config, first)))
+    given = _config(first, beside_run, overrides, config_file)
+    config = replace(given, evals=tuple(flags.apply(entry) for entry in given.evals or _own(given, first)))
     if problems := [*check_bounds(config), *check_evals(config)]:
         raise refuse(problems)
     root = first.run.parent if first.run is not None else Path.cwd()
@@ -181,7 +184,8 @@ def _job(
         if not allow_trained:
             refuse_trained(proof)
         say(f"{first.of}: {proof.text()}")
-    return _Job(config, group, model, build_packer(config, model), evals, Results(_folder(first, out, len(groups))), proof)
+    results = Results(_folder(first, out, len(groups)))
+    return _Job(given, config, group, model, build_packer(config, model), evals, results, proof)
 
 
 def _config(subject: Subject, run: Path | None, overrides: Sequence[str], file: str | Path | None) -> RunConfig:

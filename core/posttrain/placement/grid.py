@@ -78,7 +78,7 @@ def _shapes(config: GridConfig, grid: Grid, tensor_parallel_size: int) -> Iterat
         yield documented(
             "grid.shapes.rollout" if config.shapes.rollout else "grid.ranks", "E1", ranks=ranks, tp=tensor_parallel_size
         )
-    yield from _one_process(config) if local else ()
+    yield from _one_process(config) if local else _processes(config)
     if grid.policy[0] != 1:
         yield documented("grid.shapes.policy", "E2", replicas=grid.policy[0])
 
@@ -87,7 +87,7 @@ def _one_process(config: GridConfig) -> Iterator[Problem]:
     """What is asked for and needs more than this process."""
     wanted = {
         "grid.num_replicas": (config.num_replicas, 1),
-        "grid.grouping": (config.grouping, "single"),
+        "grid.grouping": ("single" if config.grouping == "auto" else config.grouping, "single"),
         "grid.gpu_placement": (config.gpu_placement, "colocated"),
     }
     for path, (value, one) in wanted.items():
@@ -95,6 +95,16 @@ def _one_process(config: GridConfig) -> Iterator[Problem]:
             yield Problem(
                 path, f"{value} under grid.backend=local, which is one process", f"set grid.backend=ray, or {path}={one}"
             )
+
+
+def _processes(config: GridConfig) -> Iterator[Problem]:
+    """What is asked for and needs fewer processes than one for each role."""
+    if config.grouping == "single":
+        yield Problem(
+            "grid.grouping",
+            "single under grid.backend=ray, where every role has processes of its own",
+            "set grid.grouping=auto; whether roles share devices is grid.gpu_placement",
+        )
 
 
 def _policy(config: GridConfig, grid: Grid) -> Iterator[Problem]:

@@ -135,7 +135,8 @@ def not_deterministic(model: Any, drift: Drift) -> PosttrainError | None:
         gap=f"{drift.gap:.3g}" if math.isfinite(drift.gap) else drift.gap,
         routing="NATURAL" if routed else "PINNED",
         cause="the router's top-k over near-tied scores flips with kernel jitter" if routed else "a layer is stochastic",
-        fix="set rl.routing_replay=rollout, or unset rl.mini_batch_per_replica (one optimizer step needs no ahead pass)"
+        fix="unset rl.mini_batch_per_replica (one optimizer step needs no ahead pass); "
+        "rl.routing_replay=rollout, which would pin the routing, is not available yet"
         if routed
         else "find the layer (dropout, noise) and switch it off, or unset rl.mini_batch_per_replica",
     )
