@@ -35,6 +35,22 @@ class Stuck(HFEngine):
         time.sleep(10_000)
 '''
 
+HOOK = """
+import threading
+
+import posttrain
+from posttrain.policy.policy import Policy
+
+
+class Hangs(posttrain.Hook):
+    def run_start(self):
+        Policy.train_step = train_step
+
+
+def train_step(policy, rows):
+    threading.Event().wait()
+"""
+
 FAST = [
     "experiment=arithmetic_grpo", "model.factory_kwargs.steps=30", "model.factory_kwargs.slip_steps=10", "rl.steps=2",
     "rl.batch_per_replica=16", "rl.group_size=4", "validation.prompts=0", "grid.threads=1", "rollout.generate_timeout_s=2",
@@ -104,3 +120,16 @@ def test_an_engine_that_blocks_the_event_loop_in_c_ends_the_run_all_the_same(roo
     assert "error: waited 2 s for completions of step 1, and the event loop is blocked" in done.stderr
     assert re.search(r"what blocks it: thread MainThread: sleeps \(stuck_engine.py:\d+\) < generate", done.stderr)
     assert f"read {report}" in done.stderr and "== reward worker 0" in report.read_text()
+
+
+def test_optimizer_steps_that_never_end_end_the_run_with_the_key_to_raise(root, site, tmp_path):
+    (tmp_path / "stuck_hook.py").write_text(HOOK)
+    options = ["rl.discard_group_zero_advantage=false", "rollout.generate_timeout_s=60", "loop.train_timeout_s=3"]
+    done, folder, ended = run(root, site, *options, "loop.commit_order=logical", f"hooks=['{tmp_path}/stuck_hook.py:Hangs']")
+    (report,) = (folder / "logs").glob("hang-*.txt")
+    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
+    assert ended - report.stat().st_mtime < 15
+    assert done.stderr.startswith("error: waited 3 s for the optimizer steps\n  where: owner: policy\n")
+    assert "train loop waits for policy: the optimizer steps (3.0 of 3 s, over)" in re.sub(r"3\.\d", "3.0", done.stderr)
+    assert "raise loop.train_timeout_s if it is only slow" in done.stderr
+    assert re.search(r"thread posttrain-train_step\n.*\n? *.*train_step .*stuck_hook.py:\d+", report.read_text(), re.DOTALL)

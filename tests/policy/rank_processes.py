@@ -200,6 +200,30 @@ def train(case: Case) -> dict[str, Any] | None:
     return said
 
 
+def gradients(case: Case) -> Any:
+    """The loss of one batch step, its gradient norm, and the whole gradient of every parameter before it is clipped."""
+    import torch
+
+    from posttrain.policy import policy as policy_file
+
+    if outside(case):
+        return None
+    policy, found, step = build(case), dict[str, Any](), policy_file.clip_and_step
+
+    def recorded(*args: Any) -> Any:
+        for name, parameter in policy.module.model.named_parameters():
+            grad = parameter.grad if policy.ranks.mesh is None else parameter.grad.full_tensor()
+            found[name] = grad.to(torch.float64, copy=True)
+        return step(*args)
+
+    policy_file.clip_and_step = recorded
+    try:
+        metrics = policy.train_step(rows_of(case)).metrics
+    finally:
+        policy_file.clip_and_step = step
+    return metrics["loss"], metrics["grad_norm"], found
+
+
 def parts(case: Case) -> Any:
     """What the rank holds of each parameter, by its own account and by DTensor's, and what it publishes."""
     from torch.distributed.tensor import DTensor

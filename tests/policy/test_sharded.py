@@ -20,6 +20,9 @@ SGD_LIKE = OptimizerConfig(lr=1e-2, impl="forloop", eps=1.0)
 """Adam's division by a tiny second moment magnifies rounding; a large eps makes the step nearly linear in the gradient."""
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-5}
+EXACT = 1e-5
+"""In float32, of the loss, of the gradient's norm, and of each parameter's gradient: the norm of the difference over its own."""
+
 MESHES = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2)]
 
 
@@ -50,6 +53,9 @@ def same_everywhere(results: list[Any], world: int) -> Any:
 def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
     assert largest_gap(found["weights"], wanted["weights"]) < tolerance
     for mine, reference in zip(found["metrics"], wanted["metrics"], strict=True):
+        for name in ("loss", "grad_norm"):
+            limit = min(100 * tolerance, EXACT)
+            assert mine[name] == pytest.approx(reference[name], rel=limit, abs=limit), name
         assert mine == pytest.approx(reference, rel=100 * tolerance, abs=100 * tolerance)
     assert found["evaluate"] == pytest.approx(wanted["evaluate"], rel=100 * tolerance, abs=100 * tolerance)
     for name in ("start", "logprobs", "score"):
@@ -112,6 +118,32 @@ def test_no_split_of_the_rows_changes_anything(ranks, alone, uneven_model, split
     if split == "unclipped":
         wanted = alone(dtype=dtype, rl=policy_keys(dtype) | SPLITS[split])
     assert_same(found, wanted, TOLERANCE[dtype])
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "half": {"micro_batch_per_replica": 8},
+    **{name: SPLITS[name] for name in ("one-row", "tokens", "padded", "checkpointed")},
+}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*(("grpo", mesh) for mesh in MESHES), ("gspo", (2, 2)), ("dpo", (1, 4))], ids=str)
+def test_loss_and_every_gradient_are_those_of_one_process_to_1e_5(ranks, uneven_model, name, mesh):
+    """Before clipping and before any optimizer, which could hide or magnify what differs."""
+    model = uneven_model(tied=False, dtype="float32")
+
+    def said(where: Any, cut: dict[str, Any]) -> list[Any]:
+        return ranks("gradients", ranks.case(model, where, rl=policy_keys("float32") | cut, **OBJECTIVES[name]))
+
+    loss, norm, wanted = said(None, {})[0]
+    assert norm > 1e-2 and len(wanted) > 10
+    for cut, keys in CUTS.items():
+        for found in said(mesh, keys)[: mesh[0] * mesh[1]]:
+            assert found[:2] == pytest.approx((loss, norm), rel=EXACT, abs=0.0), cut
+            assert found[2].keys() == wanted.keys()
+            for parameter, gradient in wanted.items():
+                difference = float((found[2][parameter] - gradient).norm() / gradient.norm())
+                assert difference < EXACT, (cut, parameter, difference)
 
 
 FAMILIES = {

@@ -220,7 +220,7 @@ class WeightsConfig:
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     commit_order: Literal["auto", "logical", "arrival"] = "auto"  # of draws or of completion; auto: by engine
-    train_timeout_s: float = 3600.0  # deadline of a batch's optimizer steps, of a save or a load, under ray
+    train_timeout_s: float = 3600.0  # deadline of a batch's optimizer steps; under ray also of a save or a load
     shutdown_timeout_s: float = 60.0  # deadline of closing engines and workers
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from posttrain.loop.controller import LoopState
     from posttrain.loop.parts import Parts
     from posttrain.loop.pending import Pending
+    from posttrain.loop.policy_turn import PolicyTurn
     from posttrain.loop.source import Cut, Source
     from posttrain.loop.versions import Versions
     from posttrain.loop.waits import Waits
@@ -42,8 +43,8 @@ Saver = Callable[[Path], None]
 class Checkpointer:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, parts: Parts, source: Source, versions: Versions, waits: Waits) -> None:
-        self._parts, self._source, self._versions, self._waits = parts, source, versions, waits
+    def __init__(self, parts: Parts, source: Source, versions: Versions, waits: Waits, policy: PolicyTurn) -> None:
+        self._parts, self._source, self._versions, self._waits, self._policy = parts, source, versions, waits, policy
         self._algorithm: dict[int, list[SavedState]] = {}
         self._writing: asyncio.Task[None] | None = None
         self._ready = False  # all that it needs is there
@@ -63,8 +64,8 @@ class Checkpointer:
         step = state.step
         algorithm = self._algorithm[step]
         hooks = await self._parts.hook_states()
-        with self._waits.named("a copy of the policy", "policy"):
-            saver = await in_thread(self._parts.policy.snapshot)
+        async with self._policy.turn():  # not before: what the writer waited for may have needed it
+            saver = await self._policy.call("a copy of the policy", self._parts.policy.snapshot)
         self._ready = False
         fixed = {
             "state": asdict(state),

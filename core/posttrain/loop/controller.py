@@ -33,6 +33,7 @@ from posttrain.loop.mismatch import Setup, attribute
 from posttrain.loop.pairs import Pairs
 from posttrain.loop.pairs import validate as validate_pairs
 from posttrain.loop.pending import Pending
+from posttrain.loop.policy_turn import PolicyTurn
 from posttrain.loop.prompts import Prompts
 from posttrain.loop.source import Desk, Source
 from posttrain.loop.staleness import refuse_off_policy, staleness_metrics
@@ -79,7 +80,8 @@ class Controller:
 
     def __init__(self, parts: Parts, state: LoopState, pending: Pending | None = None) -> None:
         self.parts, self.state, self.config, self.hooks = parts, state, parts.config, parts.hooks
-        self.waits, self._policy = Waits(), asyncio.Lock()
+        self.waits = Waits()
+        self._policy = PolicyTurn(self.waits, self.config.loop.train_timeout_s, ranks=parts.hosting is not None)
         self._pending = pending = pending or Pending()
         self.prompts = Prompts(
             parts.sampler, prepare=parts.rollouts.prepare, again=pending.again, late=parts.stateful_environments,
@@ -100,7 +102,7 @@ class Controller:
             scored=self._scored, screening=Screening.of(self.config, parts.policy.vocab_size),
         )  # fmt: skip
         self.source: Source = Cohorts(self.desk, pending) if logical else Stream(self.desk, pending, slots=slots(self.config))
-        self.checkpoints = Checkpointer(parts, self.source, self.versions, self.waits)
+        self.checkpoints = Checkpointer(parts, self.source, self.versions, self.waits, self._policy)
         self._quotas = Quotas.of(self.config)
         self._gathered = {step: len(rounds) for step, rounds in pending.rounds.items()} if logical else {}
         self._pairs = isinstance(parts.objective.algorithm, PreferenceAlgorithm)
@@ -242,12 +244,12 @@ class Controller:
         if not batch.rows:
             return {"optimizer_steps": 0, "tokens/trained": 0, "time/train_s": 0.0}
         clock = asyncio.get_running_loop().time
-        async with self._policy:
+        async with self._policy.turn():
             began = clock()
-            with self.parts.tracker.span("policy", "train", step=batch.step), self.waits.named("the optimizer steps", "policy"):
+            with self.parts.tracker.span("policy", "train", step=batch.step):
                 if self._gap_report == "due":
                     await self._explain_gap(batch)
-                result = await in_thread(self.parts.policy.train_step, batch.rows)
+                result = await self._policy.call("the optimizer steps", self.parts.policy.train_step, batch.rows)
         if self._gap_report == "" and result.metrics.get("policy/logprob_gap", 0.0) > LARGE_GAP:
             self._gap_report = "due"
         self.state.optimizer_steps += result.optimizer_steps
@@ -261,7 +263,7 @@ class Controller:
     async def _explain_gap(self, batch: Batch) -> None:
         """Say, once in a run, why engine and trainer differ as much as they did in the step before."""
         self._gap_report = "given"
-        logprobs = await in_thread(self.parts.policy.logprobs, batch.rows)
+        logprobs = await self._policy.call("log-probs of the batch", self.parts.policy.logprobs, batch.rows)
         rows = {row.sample_id: row for group in batch.groups for t in group.trajectories for row in t.rows}
         chosen, setup = [rows[row.id] for row in batch.rows], Setup.of(self.config)
         try:
@@ -292,8 +294,7 @@ class Controller:
     async def _checkpoint(self) -> None:
         """Copy what the next step would change; the rest is written while the loops go on."""
         with self.parts.tracker.span("loop", "snapshot", step=self.state.step):
-            async with self._policy:
-                await self.checkpoints.begin(self.state)
+            await self.checkpoints.begin(self.state)
 
     def _validates(self, version: int) -> bool:
         """Whether held-out prompts are still to be asked of a version."""
@@ -321,7 +322,7 @@ class Controller:
     async def _measure(self) -> tuple[dict[str, float], list[Group]]:
         parts = self.parts
         if isinstance(parts.rollouts, Pairs):
-            async with self._policy:
+            async with self._policy.turn():
                 return await validate_pairs(parts.rollouts, self._draws, parts.objective, parts.policy)
         return await validation.validate(parts.rollouts, self._draws, self.config)
 

@@ -19,6 +19,7 @@ from posttrain.weights.failure import PeerFailure
 
 if TYPE_CHECKING:
     from posttrain.hooks import RunHooks
+    from posttrain.loop.policy_turn import PolicyTurn
     from posttrain.loop.waits import Waits
     from posttrain.tracking.tracker import Tracker
     from posttrain.weights.plane import Update, WeightPlane
@@ -28,7 +29,7 @@ KEPT = 2
 
 
 class Versions:
-    """start: the version that the policy has now.   policy: held by whoever uses it   current: the version that it has
+    """start: the version that the policy has now.   policy: one at a time uses it   current: the version that it has
     due: whether a version is to be validated or evaluated; validate, evaluate: what does it.
     bringer: the loop that calls `bring`."""
 
@@ -37,7 +38,7 @@ class Versions:
         plane: WeightPlane | None,
         start: int,
         *,
-        policy: asyncio.Lock,
+        policy: PolicyTurn,
         current: Callable[[], int],
         due: Callable[[int], bool],
         validate: Callable[[int], Awaitable[None]],
@@ -58,7 +59,7 @@ class Versions:
     async def publish(self, version: int) -> None:
         """Snapshot the policy's weights as `version`. Raises WeightSyncError."""
         await self.wait_delivered(version - KEPT)
-        async with self._policy:
+        async with self._policy.turn():
             await self._publish(version)
         await self._move(published=version)
 
@@ -102,7 +103,7 @@ class Versions:
             return await plane.deliver(update)
         except PeerFailure as exc:
             version = update.publication.version
-            async with self._policy:
+            async with self._policy.turn():
                 if not plane.may_publish_again(exc) or self._current() != version:
                     raise
                 update = await plane.publish_again(version)

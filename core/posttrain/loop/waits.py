@@ -40,7 +40,7 @@ class Waits:
 
     async def bounded(self, awaitable: Awaitable[T], *, name: str, owner: str, timeout: float, key: str = "", who: str = "") -> T:
         """Await with a deadline in seconds. Raises WaitExpired with the owner, the graph and the key to change."""
-        who = who or _current()
+        who = who or current()
         with self.named(name, owner, timeout, who=who):
             work = awaitable if asyncio.isfuture(awaitable) else asyncio.create_task(_awaited(awaitable), name=who)
             try:
@@ -59,7 +59,7 @@ class Waits:
         """Show a wait in the graph while the block runs; its deadline is kept elsewhere. who: else the task's name."""
         loop = asyncio.get_running_loop()
         self.changed = loop.time()
-        wait = Wait(who or _current(), name, owner, self.changed, timeout)
+        wait = Wait(who or current(), name, owner, self.changed, timeout)
         self.open[wait] = None
         try:
             yield
@@ -134,6 +134,7 @@ async def _awaited(work: Awaitable[T]) -> T:
     return await work
 
 
-def _current() -> str:
+def current() -> str:
+    """The name of the running task."""
     task = asyncio.current_task()
     return task.get_name() if task else "nobody"
