@@ -254,10 +254,9 @@ class Stream:
             return
         raise RunAborted(
             f"{dropped} prompts in a row were dropped after {TRIES} tries each, and no batch came together",
-            cause=f"{', '.join(f'{cause}: {count}' for cause, count in self._dropped.most_common())}",
-            fix="timeout: raise rollout.generate_timeout_s, or lower rollout.max_tokens; stale: raise rollout.max_off_policy_steps; "
-            "aborted, engine: read the engine's log; rl.max_uninformative_batches (as many prompts as so many batches have) sets "
-            "the limit",
+            cause=", ".join(f"{why}: {count}" for why, count in self._dropped.most_common()),
+            fix="timeout: raise rollout.generate_timeout_s or lower rollout.max_tokens; stale: raise rollout.max_off_policy_steps; "
+            "aborted, engine: read the engine's log; rl.max_uninformative_batches sets the limit, in prompts of so many batches",
             anchor="troubleshooting.md#n-prompts-in-a-row-were-dropped", code="dropped",
         )  # fmt: skip
 

@@ -33,6 +33,7 @@ SIBLINGS = 8
 
 REMOTE = 0.5
 """Share of the runs whose engines are in processes of their own."""
+_WITH_BODIES: tuple[Literal["raise", "rebuild_and_retry", "drop_lane"], ...] = ("raise", "rebuild_and_retry", "drop_lane")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,8 @@ class World:
         rows, tail, train_s = rng.randint(3, 30), rng.choice([0.0, 0.1, 0.3]), rng.choice([0.2, 0.2, 2.0, 20.0])
         made = cls(seed, _config(rng, order, ahead, traits), rows, engines, tail, train_s, traits)
         if rng.random() < REMOTE:
-            on_failure = rng.choice(("raise", "rebuild_and_retry", "drop_lane"))
-            config = replace(made.config, weights=replace(made.config.weights, on_failure=on_failure))
-            made = replace(made, remote=True, config=config)
+            weights = replace(made.config.weights, on_failure=rng.choice(_WITH_BODIES))
+            made = replace(made, remote=True, config=replace(made.config, weights=weights))
         return replace(made, faults=_faults(random.Random(f"faults {seed}"), made)) if faults else made
 
     def with_faults(self, faults: Faults) -> World:
