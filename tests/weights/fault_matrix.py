@@ -218,10 +218,13 @@ class Matrix:
             if _alive(lane):
                 report = await lane.report()
                 assert report["pulls"] == 0 and not report["staged"], (cell, lane.name, report)
+                assert report["serve"] == 0 and report["pull"] <= 1, (cell, lane.name, report)
+                assert self.transport != "nixl" or not report["gone"], (cell, lane.name, report)
         for rank in self.ranks:
             if _alive(rank):
                 report = await rank.report()
-                assert report["held"] == 0 and report["slots"] <= 2, (cell, rank.name, report)
+                assert report["held"] == 0 and report["serve"] <= report["slots"] <= 2, (cell, rank.name, report)
+                assert report["pull"] == 0 and not report["gone"], (cell, rank.name, report)
         files = own_files({pid for pid in self.pids if pid})
         assert not dead & files.keys(), f"{cell}: memory of the dead is left: {files}"
         limits = {peer.pid: 2 if peer in self.ranks else 1 for peer in (*self.ranks, *self.lanes)}
@@ -240,8 +243,11 @@ class Matrix:
                 self._remember()
         self.plane.lanes = list(self.lanes)
         await self._works("raise")
-        for lane in self.lanes:
-            assert not (await lane.report())["gone"], f"{cell}: {lane.name} still maps the memory of a dead rank"
+        for peer in (*self.ranks, *self.lanes):
+            report = await peer.report()
+            assert not report["gone"], f"{cell}: {peer.name} still maps memory that is gone, or of a dead rank"
+            if self.transport == "nixl":
+                assert report["serve"] + report["pull"] > 0, f"{cell}: {peer.name} says that nothing is mapped"
 
     async def _works(self, policy: str) -> None:
         await self._train(policy)
