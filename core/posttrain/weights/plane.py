@@ -145,7 +145,9 @@ class WeightPlane:
         async with self._busy:
             try:
                 await self._of_policy(self.publisher.hold(version), f"publication {version} was not held")
-            except BaseException:
+            except BaseException as exc:
+                if isinstance(exc, PeerFailure):
+                    self._record(exc)
                 await self._not_ahead(version)
                 raise
             digests = asyncio.ensure_future(self._digests(publication))
