@@ -167,6 +167,20 @@ class TrappedPool(PublicationPool):
 # ---- roles
 
 
+def registered(transport: Transport) -> dict[str, Any]:
+    """What is mapped for a transport: how many files its NIXL processes have, by what they do, and which files are gone.
+
+    shm maps the slots of others; a NIXL process maps its owner's slots, to serve them, or its owner's staging, to pull into it.
+    """
+    processes = getattr(transport, "_processes", {})
+    mapped = {role: p.ask({"do": "report"}, LONG_S)["mapped"] for role, p in processes.items() if p.alive}
+    paths = [path for own in (getattr(transport, "_attached", {}), *mapped.values()) for path in own]
+    return {
+        "serve": len(mapped.get("serve", ())), "pull": len(mapped.get("pull", ())),
+        "gone": [path for path in paths if not os.path.exists(path)],
+    }  # fmt: skip
+
+
 def make_transport(name: str) -> Transport:
     """By hand: the look-up of plug-ins would take longer than everything else that a new process does."""
     if name == "nixl":
@@ -218,7 +232,8 @@ class RankRole:
         self.pool._idle.wait(5)
 
     async def report(self) -> dict[str, Any]:
-        return {"held": sum(s.holders for s in self.pool._slots), "slots": len(self.pool._slots)}
+        slots = self.pool._slots
+        return {"held": sum(s.holders for s in slots), "slots": len(slots)} | registered(self.pool._transport)
 
     async def close(self) -> None:
         await self.publisher.close()
@@ -301,9 +316,8 @@ class LaneRole:
         for thread in pulls:
             await asyncio.to_thread(thread.join, 5)
         inner = self.receiver._transport.inner  # type: ignore[attr-defined]
-        gone = [path for path in getattr(inner, "_attached", {}) if not os.path.exists(path)]
         staged = self.receiver._staged is not None
-        return {"pulls": sum(t.is_alive() for t in pulls), "gone": gone, "staged": staged}
+        return {"pulls": sum(t.is_alive() for t in pulls), "staged": staged} | registered(inner)
 
     async def close(self) -> None:
         await self.receiver.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from posttrain.errors import WeightSyncError
@@ -92,3 +92,14 @@ async def bounded(work: Awaitable[T], *, peer: str, phase: Phase, what: str, tim
 def first(failures: Sequence[PeerFailure]) -> PeerFailure:
     """The origin: the earliest of those that were not told to stop."""
     return min(failures, key=lambda failure: (failure.stopped, failure.at))
+
+
+def failures_of(tasks: Iterable[asyncio.Future[Any]]) -> list[PeerFailure]:
+    """What tasks that are done raised."""
+    found = (task.exception() for task in tasks if not task.cancelled())
+    return [exc for exc in found if isinstance(exc, PeerFailure)]
+
+
+def of_publisher(failure: PeerFailure) -> bool:
+    """Whether the lane that saw it is not to blame: who published died (code `peer`), or a policy rank failed."""
+    return failure.code == "peer" or failure.peer.startswith("policy")

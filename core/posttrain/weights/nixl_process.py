@@ -4,7 +4,7 @@ A process of its own because UCX may end the process that it runs in (over TCP, 
 the end of a process surely ends a read that is overdue, and because NCCL and UCX then never meet in one. It maps the shared
 memory of its owner, so nothing is copied twice; it does not import torch; and it dies with its owner.
 
-    owner → {"do": "serve" | "map" | "pull", …}        process → {} | {"…": …} | {"error": what, "cause": why, "code": …}
+    owner → {"do": "serve" | "map" | "pull" | "report", …}        process → {} | {"…": …} | {"error": what, …}
 
 One JSON object a line. What UCX prints arrives as log records of `posttrain.weights`.
 """
@@ -171,6 +171,10 @@ class _Server:
             device=device, timeout=timeout, go_on=_alive(serving),
         )  # fmt: skip
         return {}
+
+    def report(self) -> dict[str, Any]:
+        """The files that are mapped, and registered."""
+        return {"mapped": list(self._mapped)}
 
     def _address(self, path: str, nbytes: int) -> int:
         if path not in self._mapped:

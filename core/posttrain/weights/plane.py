@@ -7,8 +7,8 @@ Lanes that have nothing else to do begin to stage while the publication is still
 The first failure is the origin: it is recorded, every other lane is told and stops within a bucket. A failure before the vote
 touches no engine: the old version stays advertised and serves. A failure after it makes that lane invalid; the other lanes end
 what they have begun to apply. `weights.on_failure` decides what follows: raise; heal the lanes and retry once; or go on without
-the lane that failed, once another one has read the publication: what no lane can read is the publisher's fault. Every wait has
-a deadline.
+the lane that failed, once another one has read the publication, or passed its canary: what no lane can read is the publisher's
+fault, and what no lane computes the policy's function with is everybody's. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from posttrain.errors import RunAborted
-from posttrain.weights.deadline import abandon, in_thread, quiet, within
-from posttrain.weights.failure import PeerFailure, Phase, as_failure, bounded, first
+from posttrain.weights.ahead import Ahead
+from posttrain.weights.deadline import abandon, in_thread, within
+from posttrain.weights.failure import PeerFailure, Phase, as_failure, bounded, failures_of, first, of_publisher
 from posttrain.weights.lane_end import LaneEnd
 from posttrain.weights.memory import shared_folder, sweep
 from posttrain.weights.publication import Publication, PublicationPool, complete_digests, whole
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from posttrain.weights.transport import Transport
 
 T = TypeVar("T")
+Logprobs = list[list[float]]
 
 Source = Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
 """The policy's parameters: Hugging Face names, tied duplicates omitted, always in the same order. Cast to the engine's dtype
@@ -50,26 +52,23 @@ Digesting = asyncio.Future[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Update:
-    """A publication on its way, with the trainer's log-probs of the canary's probe at its weights (None: no canary is due)."""
+    """A publication on its way.
+
+    expected: the trainer's log-probs of the canary's probe at its weights (None: no canary will be asked for)
+    due: whether a canary follows in any case, and not only if an engine is started anew on the way
+    """
 
     publication: Publication
-    expected: list[list[float]] | None
+    expected: Logprobs | None
+    due: bool
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """A version that lanes began to pull while it was written."""
-
-    version: int
-    tasks: Sequence[asyncio.Future[None]]
 
 
 class WeightPlane:
     """Brings engines to the policy's weights, one version after the other.
 
-    `version` is the advertised one: every lane that is left has committed it. `last_failure` is the origin of the last update
-    that failed, also of one that was healed.
+    `version` is the advertised one: every lane that is left has committed it, and passed the canary if one was due.
+    `last_failure` is the origin of the last update that failed, also of one that was healed.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class WeightPlane:
         self.last_failure: PeerFailure | None = None
         self._canary, self._commits = canary, 0
         self._busy = asyncio.Lock()
-        self._ahead: _Ahead | None = None
+        self._ahead = Ahead()
 
     @classmethod
     def local(
@@ -132,7 +131,9 @@ class WeightPlane:
         try:
             publication = await self._publish(version)
             metrics = {"time/publish_s": time.perf_counter() - began, "weights/bytes": float(publication.plan.nbytes)}
-            return Update(publication, await self._expected_of_canary(), metrics)
+            every = self.config.canary_every
+            due = not self._proved() or (every > 0 and self._commits % every == 0)
+            return Update(publication, await self._expected_of_canary(due), due, metrics)
         except BaseException:
             await self._not_ahead(version)
             raise
@@ -144,26 +145,28 @@ class WeightPlane:
         async with self._busy:
             try:
                 await self._of_policy(self.publisher.hold(version), f"publication {version} was not held")
-            except BaseException:
+            except BaseException as exc:
+                if isinstance(exc, PeerFailure):
+                    self._record(exc)
                 await self._not_ahead(version)
                 raise
             digests = asyncio.ensure_future(self._digests(publication))
             try:
                 await self._phase("time/stage_s", metrics, self._stage(publication, digests))
                 await self._phase("time/apply_s", metrics, self._commit(publication, digests))
+                if update.expected is not None and (update.due or not self._proved()):
+                    await self._phase("time/canary_s", metrics, self._prove_meaning(update, update.expected, digests, metrics))
             finally:
                 abandon(digests)
-                self._forget_ahead()
+                self._ahead.forget()
                 with contextlib.suppress(Exception):  # a rank that died holds nothing; what happened to it is said elsewhere
                     await within(self.publisher.release(version), self.config.abort_timeout_s)
             self.version, self._commits = version, self._commits + 1
-            if update.expected is not None:
-                await self._phase("time/canary_s", metrics, self._check_canary(update.expected, metrics))
             return metrics
 
     async def close(self) -> None:
         """Give back all memory; idempotent. Engines are closed by whoever started them."""
-        self._forget_ahead()
+        self._ahead.forget()
         ends = [asyncio.ensure_future(close) for close in (*(lane.close() for lane in self.lanes), self.publisher.close())]
         await asyncio.wait(ends, timeout=self.config.abort_timeout_s)
         for end in ends:
@@ -185,8 +188,8 @@ class WeightPlane:
         writing = True
 
         def opened(publication: Publication) -> None:
-            if writing and self._ahead is None and not self._busy.locked():
-                self._ahead = _Ahead(version, [self._begin(lane, publication) for lane in self._first_lanes()])
+            if writing and self._ahead.version is None and not self._busy.locked():
+                self._ahead.begin(self._first_lanes(), publication, timeout=self.config.stage_timeout_s)
 
         try:
             what = f"publication {version} was not made"
@@ -197,26 +200,14 @@ class WeightPlane:
         finally:
             writing = False
 
-    # ---- lanes that are ahead: `deliver` asks them again, and they share the outcome
-
     def _first_lanes(self) -> Sequence[LaneEnd]:
         return self.lanes[: self.config.max_concurrent_lanes]
 
-    def _begin(self, lane: LaneEnd, publication: Publication) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(lane.stage(publication, timeout=self.config.stage_timeout_s))
-        quiet(task)  # `deliver` is told
-        return task
-
     async def _not_ahead(self, version: int) -> None:
         """Stop those who pull a publication that will not be delivered."""
-        if self._ahead is not None and self._ahead.version == version:
+        if self._ahead.version == version:
             await self._stop(self._first_lanes(), f"publication {version} is not to be had")
-            self._forget_ahead()
-
-    def _forget_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        for task in ahead.tasks if ahead is not None else ():
-            abandon(task)
+            self._ahead.forget()
 
     async def _digests(self, publication: Publication) -> tuple[str, ...]:
         limit = self.config.stage_timeout_s + self.config.abort_timeout_s
@@ -230,7 +221,7 @@ class WeightPlane:
         lanes, failures, attempts = list(self.lanes), dict[LaneEnd, PeerFailure](), 1
         while failure := await self._stage_all(publication, digests, lanes):
             failed, origin, answered = failure
-            if self.config.on_failure == "drop_lane" and len(lanes) > 1 and not _of_publisher(origin):
+            if self.config.on_failure == "drop_lane" and len(lanes) > 1 and not of_publisher(origin):
                 lanes.remove(failed)
                 failures[failed] = origin
             elif self.config.on_failure == "rebuild_and_retry" and attempts == 1 and origin.phase == "stage":
@@ -256,7 +247,7 @@ class WeightPlane:
         answered: set[str] = set()
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if not (failures := _failures(done)):
+            if not (failures := failures_of(done)):
                 return None
             answered = await self._stop(lanes, f"another lane failed: {first(failures).message}")
             if pending:
@@ -267,8 +258,8 @@ class WeightPlane:
         finally:
             for task in tasks:
                 abandon(task)
-        origin = self._record(first(_failures(done)))
-        failed = next(lane for task, lane in tasks.items() if task in done and _failures([task]) == [origin])
+        origin = self._record(first(failures_of(done)))
+        failed = next(lane for task, lane in tasks.items() if task in done and failures_of([task]) == [origin])
         return failed, origin, answered
 
     async def _stage_one(self, lane: LaneEnd, publication: Publication, digests: Digesting) -> None:
@@ -338,29 +329,51 @@ class WeightPlane:
 
     # ---- canary
 
-    async def _expected_of_canary(self) -> list[list[float]] | None:
-        """The trainer's log-probs of the probe at the weights just published, when a canary is due after this commit.
+    def _proved(self) -> bool:
+        return all(lane.proved for lane in self.lanes)
 
-        It is due for every engine that no canary has proved since it was started, and every `weights.canary_every` commits.
+    async def _expected_of_canary(self, due: bool) -> Logprobs | None:
+        """The trainer's log-probs of the probe at the weights just published.
+
+        Asked for when a canary is due: for every engine that none has proved since it was started, and every
+        `weights.canary_every` commits. And always where an engine may be started anew while this publication is delivered, as
+        the trainer may have moved on by then; that is a forward over a few short prompts, little beside a batch step.
         """
-        every = self.config.canary_every
-        due = not all(lane.proved for lane in self.lanes) or (every > 0 and self._commits % every == 0)
-        if self._canary is None or not due:
+        if self._canary is None or not (due or self.config.on_failure == "rebuild_and_retry"):
             return None
         return await self._of_policy(in_thread(self._canary.expect), "the trainer's log-probs of the canary's probe did not come")
 
-    async def _check_canary(self, expected: list[list[float]], metrics: dict[str, float]) -> None:
+    async def _prove_meaning(self, update: Update, expected: Logprobs, digests: Digesting, metrics: dict[str, float]) -> None:
+        """Every lane computes the policy's function. Where one does with this publication, another that does not is at fault
+        itself: it is healed or dropped. Where none does, a new engine would not either."""
+        failures = await self._check_canary(self.lanes, expected, metrics)
+        if failures and (self.config.on_failure == "raise" or len(failures) == len(self.lanes)):
+            raise first(list(failures.values()))
+        if failures and self.config.on_failure == "drop_lane":
+            await self._drop(failures)
+        elif failures:
+            for lane in failures:
+                await self._rebuild_to(lane, update.publication, digests)
+            if again := await self._check_canary(list(failures), expected, metrics):
+                raise first(list(again.values()))
+
+    async def _check_canary(
+        self, lanes: Iterable[LaneEnd], expected: Logprobs, metrics: dict[str, float]
+    ) -> dict[LaneEnd, PeerFailure]:
+        """Ask these lanes; those that do not agree refuse to generate from then on, and are returned."""
         assert self._canary is not None
-        for lane in self.lanes:
+        failures, timeout = dict[LaneEnd, PeerFailure](), self.config.apply_timeout_s
+        for lane in lanes:
             try:
-                timeout = self.config.apply_timeout_s
                 metrics |= await self._of_lane(lane, "canary", self._canary.check(lane, expected), timeout)
                 lane.proved = True
             except PeerFailure as exc:
-                self._record(exc)
+                failures[lane] = exc
                 with contextlib.suppress(Exception):
                     await within(lane.invalidate(exc.message), self.config.abort_timeout_s)
-                raise
+        if failures:
+            self._record(first(list(failures.values())))
+        return failures
 
     def _record(self, failure: PeerFailure) -> PeerFailure:
         self.last_failure = failure
@@ -385,13 +398,3 @@ class WeightPlane:
         began = time.perf_counter()
         await work
         metrics[key] = time.perf_counter() - began
-
-
-def _of_publisher(failure: PeerFailure) -> bool:
-    """Whether the lane that saw it is not to blame: who published died (code `peer`), or a policy rank failed."""
-    return failure.code == "peer" or failure.peer.startswith("policy")
-
-
-def _failures(tasks: Iterable[asyncio.Future[Any]]) -> list[PeerFailure]:
-    found = (task.exception() for task in tasks if not task.cancelled())
-    return [exc for exc in found if isinstance(exc, PeerFailure)]

@@ -164,7 +164,13 @@ class GroupPublisher:
         return found
 
     async def hold(self, version: int) -> None:
-        await self._all(lambda rank: rank.hold(version))
+        """On all ranks, or on none."""
+        try:
+            await self._all(lambda rank: rank.hold(version))
+        except PeerFailure:
+            with contextlib.suppress(PeerFailure):  # of the one that failed
+                await self.release(version)
+            raise
 
     async def release(self, version: int) -> None:
         await self._all(lambda rank: rank.release(version))
