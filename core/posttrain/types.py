@@ -166,7 +166,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`n` completions of one prompt. All noise comes from `seed`, drawn ahead; sample `i` uses row `i` of it."""
+    """`n` completions of one prompt. All noise comes from `seed`, drawn ahead; sample `i` uses row `i` of it.
+
+    priority: of those that wait, the lowest goes first, in an engine that orders them (vllm does, hf does not).
+    """
 
     id: str
     prompt_ids: Sequence[int]
