@@ -169,6 +169,7 @@ class Request:
     """`n` completions of one prompt. All noise comes from `seed`, drawn ahead; sample `i` uses row `i` of it.
 
     wanted: those of the `n` that are to be sampled, the others being there already; None for all.
+    priority: of those that wait, the lowest goes first, in an engine that orders them (vllm does, hf does not).
     """
 
     id: str

@@ -218,6 +218,26 @@ def test_keys_tokens_and_closed_sessions(tmp_path: Path) -> None:
     on_script(tmp_path, numbered(), work)
 
 
+def test_each_later_request_of_a_session_goes_before_those_of_younger_ones(tmp_path: Path) -> None:
+    said = {"second": RuntimeError("not this time")}  # is asked again
+
+    async def work(endpoint: Any, engine: Any) -> None:
+        with session_of(endpoint) as one, session_of(endpoint, priority=100, name="behind") as other:
+            await ask(one, [user("first")])
+            with pytest.raises(openai.InternalServerError):
+                await ask(one, [user("second")])
+            said.clear()
+            await ask(one, [user("second")])
+            await ask(other, [user("first")])
+            await asyncio.gather(*(ask(one, [user(text)]) for text in ("third", "fourth")))
+            await ask(other, [user("second")], n=2)
+        priorities = [request.priority for request in engine.requests]
+        assert priorities[:4] == [0, -1, -1, 100], "what gave no answer does not count"
+        assert sorted(priorities[4:6]) == [-3, -2] and priorities[6:] == [99]
+
+    on_script(tmp_path, lambda prompt: next((said[word] for word in said if word in prompt), "well"), work)
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(-1, 12), st.booleans(), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12))
 def test_rows_hold_every_answer_once_with_its_context(made: list[tuple[int, bool, int, int]]) -> None:

@@ -128,7 +128,8 @@ class Endpoint:
         sampling: the run's; its temperature is the only one, its max_tokens the most.   seed: of all that is sampled here.
         verbatim: `rollout.keep_history_verbatim`.   max_turns: answers, after which the session is over.
         max_open: requests at a time; more are answered 429.   trains: a request that would sample otherwise is refused; where
-        nothing trains, it is answered under `sampling`.   priority: of its requests in the engine.
+        nothing trains, it is answered under `sampling`.   priority: of its first request in the engine; each later one has
+        one less, so that it goes before those of younger episodes.
         """
         session = Session(
             self._answering, sampling, seed, name=name, verbatim=verbatim, max_turns=max_turns, max_open=max_open,

@@ -69,8 +69,9 @@ class Session:
     async def answer(self, asked: Asked) -> Reply:
         """Sample and record. Raises ApiError; 410 also for what is under way when the session is closed."""
         self._check(asked)
-        with self._turn():
-            task = asyncio.ensure_future(self._sampled(asked))
+        with self._turn() as earlier:
+            # who has been at it longer goes first, as in `Rollouts._next`
+            task = asyncio.ensure_future(self._sampled(asked, self._priority - earlier))
             self._work.add(task)
             try:
                 reply = await task
@@ -107,8 +108,8 @@ class Session:
         self.close()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Count a turn; one that gave no answer is given back."""
+    def _turn(self) -> Iterator[int]:
+        """Count a turn, and say how many were before it; one that gave no answer is given back."""
         if self.over:
             raise self._gone()
         if len(self._work) >= self._max_open:
@@ -119,24 +120,24 @@ class Session:
             raise ApiError(410, f"this session is over: it had its {self._max_turns} turns", code="max_turns")
         self._turns += 1
         try:
-            yield
+            yield self._turns - 1
         except BaseException:
             self._turns -= 1
             raise
 
-    async def _sampled(self, asked: Asked) -> Reply:
+    async def _sampled(self, asked: Asked, priority: int) -> Reply:
         names = await self._answering.in_thread(history, asked.tools, asked.messages) if asked.chat else []
         before, kept, prompts = await self._prompts(asked, names)
-        found = await asyncio.gather(*(self._choices(ids, asked) for ids in prompts))
+        found = await asyncio.gather(*(self._choices(ids, asked, priority) for ids in prompts))
         for ids, choices in zip(prompts, found, strict=True):
             for choice in choices:
                 self._record(asked, names, before, kept, ids, choice)
         return Reply([choice for choices in found for choice in choices], sum(map(len, prompts)))
 
-    async def _choices(self, ids: list[int], asked: Asked) -> list[Choice]:
+    async def _choices(self, ids: list[int], asked: Asked, priority: int) -> list[Choice]:
         stop = (*self._sampling.stop, *asked.stop)
         sampling = replace(self._sampling, max_tokens=self._answering.room(ids, asked, self._sampling.max_tokens), stop=stop)
-        done = await self._answering.sample(ids, asked.n, self._next_seed(ids, asked), sampling, self._priority)
+        done = await self._answering.sample(ids, asked.n, self._next_seed(ids, asked), sampling, priority)
         return await self._answering.choices(ids, done, asked)
 
     async def _prompts(self, asked: Asked, names: Sequence[bytes]) -> tuple[Answer | None, bool, list[list[int]]]:

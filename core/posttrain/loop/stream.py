@@ -255,7 +255,7 @@ class Stream:
         raise RunAborted(
             f"{dropped} prompts in a row were dropped after {TRIES} tries each, and no batch came together",
             cause=", ".join(f"{why}: {count}" for why, count in self._dropped.most_common()),
-            fix="timeout: raise rollout.generate_timeout_s or lower rollout.max_tokens; stale: raise rollout.max_off_policy_steps; "
+            fix="timeout: raise rollout.generate_timeout_s, lower rollout.max_tokens; stale: raise rollout.max_off_policy_steps; "
             "aborted, engine: read the engine's log; rl.max_uninformative_batches sets the limit, in prompts of so many batches",
             anchor="troubleshooting.md#n-prompts-in-a-row-were-dropped", code="dropped",
         )  # fmt: skip

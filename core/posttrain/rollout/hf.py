@@ -2,7 +2,8 @@
 
 One `generate` call is one cohort: its rows run in waves of `max_num_seqs` and never share a forward with another call's, so
 the same requests under the same weights give the same bits. Weights change between two decode steps; running requests then
-go on under the new ones with a recomputed cache, and every token carries the version that sampled it.
+go on under the new ones with a recomputed cache, and every token carries the version that sampled it. Calls run in the
+order in which they come, and rows in the order given: `Request.priority` is ignored, which changes nothing but who waits.
 """
 
 from __future__ import annotations

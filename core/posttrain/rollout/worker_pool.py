@@ -1,8 +1,9 @@
 """A pool of processes for what environments do in plain functions: deadlines that kill, deaths noticed at once, replacements.
 
 Each worker has one batch in flight and answers it item by item; the deadline is that of one item, counted from the answer
-before it. When a worker dies or is late, the item it was on fails and the rest of its batch goes to its replacement. Batches
-get smaller as the queue does, so that slow rewards at its end do not wait for one worker while the others are idle.
+before it. When a worker dies or is late, the item it was on fails and the rest of its batch goes to its replacement. When none
+can be started, the batch fails with the reason, and the next batch tries again: a job never waits for a worker that will not
+come. Batches get smaller as the queue does, so that slow rewards at its end do not wait for one worker while others are idle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import PluginError, PosttrainError
+from posttrain.errors import PluginError, PosttrainError, RunInterrupted
 from posttrain.placement import stacks
 from posttrain.rollout.reward_worker import HEADER, Raised
 
@@ -70,7 +71,8 @@ class Worker:
     async def start(cls, number: int, environments: bytes, log: Any) -> Worker:
         """Start a process and hand it the environments. Raises PluginError when it cannot build them."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as unused, theirs:
+            unused.callback(ours.close)
             boot = _BOOT.format(theirs.fileno(), os.getpid())
             process = subprocess.Popen(
                 [sys.executable, "-c", boot, json.dumps(sys.path)],
@@ -80,6 +82,7 @@ class Worker:
                 stderr=log,
                 start_new_session=True,
             )
+            unused.pop_all()
         worker = cls(number, process)
         try:
             worker.reader, worker.writer = await asyncio.open_connection(sock=ours)
@@ -147,9 +150,11 @@ class WorkerPool:
         self._at: dict[int, Job] = {}
 
     async def start(self) -> None:
-        """Start all workers. Raises PluginError when the environments cannot be built there."""
+        """Start all workers. Raises as `_replace` does; no process is left then."""
         try:
-            await asyncio.gather(*(self._replace(number) for number in range(self._size)))
+            begun = await asyncio.gather(*(self._replace(number) for number in range(self._size)), return_exceptions=True)
+            for failure in filter(lambda one: isinstance(one, BaseException), begun):
+                raise failure  # type: ignore[misc]
         except BaseException:
             await self.close()
             raise
@@ -160,7 +165,7 @@ class WorkerPool:
     ) -> tuple[Any, dict[str, Any]]:
         """What `method(state, *args)` returns, and `state.custom` after it.
 
-        Raises TimeoutError at the deadline, Died when its process ended, and Raised for what it raised.
+        Raises TimeoutError at the deadline, Died when its process ended, Raised for what it raised, and as `_replace` does.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Any, dict[str, Any]]] = loop.create_future()
@@ -200,10 +205,10 @@ class WorkerPool:
             try:
                 while batch:
                     await self._run(number, batch)
-            except PosttrainError as exc:
+            except Exception as exc:  # if it ended this task, its jobs and all later ones would wait for ever
+                failure = exc if isinstance(exc, PosttrainError) else _unavailable(f"reward worker {number} cannot go on", exc)
                 for job in batch:
-                    if not job.answer.done():
-                        job.answer.set_exception(exc)
+                    _answer(job, failure)
             except asyncio.CancelledError:
                 for job in batch:
                     job.answer.cancel()
@@ -225,9 +230,11 @@ class WorkerPool:
                 answer = await worker.receive(batch[0].timeout_s)
                 _answer(batch.popleft(), answer)
         except TimeoutError:
-            _answer(batch.popleft(), TimeoutError(await self._discard(number)))
+            how = await self._discard(number)  # first: what leaves the batch before an await that fails is never answered
+            _answer(batch.popleft(), TimeoutError(how))
         except (EOFError, ConnectionError):
-            _answer(batch.popleft(), Died(await self._discard(number)))
+            how = await self._discard(number)
+            _answer(batch.popleft(), Died(how))
         except Exception as exc:  # what came cannot be read here
             await self._discard(number)
             _answer(batch.popleft(), Raised(f"its answer cannot be read: {type(exc).__name__}: {exc}"))
@@ -242,13 +249,32 @@ class WorkerPool:
                     os.killpg(self._workers[number].process.pid, signal.SIGKILL)
 
     async def _replace(self, number: int) -> Worker:
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context(open(self._log_path, "ab")) if self._log_path else None
-            self._workers[number] = await Worker.start(number, self._environments, log)
+        """A new worker. Raises PluginError when the environments cannot be built there, RunInterrupted when it does not start."""
+        try:
+            with contextlib.ExitStack() as stack:
+                log = stack.enter_context(open(self._log_path, "ab")) if self._log_path else None
+                self._workers[number] = await Worker.start(number, self._environments, log)
+        except PosttrainError:
+            raise
+        except Exception as exc:
+            raise _unavailable(f"reward worker {number} could not be started", exc) from exc
         return self._workers[number]
 
     async def _discard(self, number: int) -> str:
         return await self._workers.pop(number).stop()
+
+
+def _unavailable(message: str, exc: Exception) -> RunInterrupted:
+    """A worker that is not to be had, through no fault of an environment: there is no process, memory or descriptor left."""
+    return RunInterrupted(
+        message,
+        cause=f"{type(exc).__name__}: {exc}",
+        fix="have fewer rollout.reward_workers, free memory, or raise the limits of processes (ulimit -u) and open files "
+        "(ulimit -n); then go on with --resume",
+        where="rollout.reward_workers",
+        anchor="troubleshooting.md#reward-worker-n-could-not-be-started",
+        code="reward-worker",
+    )
 
 
 def _packed(batch: deque[Job]) -> list[bytes]:
