@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from posttrain.data.dataset import FINGERPRINT_ROWS, FIRST_FINGERPRINT_ROWS
 from posttrain.errors import DataError
 from posttrain.hooks import RunHooks
 from posttrain.loop import checkpoint, pending, states
@@ -119,8 +120,10 @@ class Parts:
         Raises DataError when the dataset is not the one it was made with, PluginError for states that do not fit.
         """
         saved = found.loop_state()
+        most = saved.get("fingerprint_rows", FIRST_FINGERPRINT_ROWS)
+        fingerprints = self.fingerprints if most == FINGERPRINT_ROWS else self.sampler.fingerprints(most)
         for name, was in saved["fingerprints"].items():
-            now = self.fingerprints.get(name)
+            now = fingerprints.get(name)
             if now != was:
                 raise DataError(
                     f"the dataset of {name} is not the one that {found.path} was made with",
