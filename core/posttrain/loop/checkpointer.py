@@ -71,6 +71,7 @@ class Checkpointer:
             "state": asdict(state),
             "fingerprints": self._parts.fingerprints,
             "fingerprint_rows": FINGERPRINT_ROWS,
+            "origins": [asdict(one) for one in self._parts.origins],
             "cells": cell_groups(self._parts.config),
         }
         cutting = self._source.cut(step)
