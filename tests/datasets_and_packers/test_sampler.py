@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.dataset import PromptSampler, Source, fingerprint, row_id, rows_of
+from posttrain.data.dataset import FIRST_FINGERPRINT_ROWS, PromptSampler, Source, fingerprint, row_id, rows_of
 from posttrain.errors import DataError
 
 
@@ -79,6 +79,29 @@ def test_fingerprint_sees_size_and_content():
     assert fingerprint(rows(500)) == fingerprint(rows(500))
     assert fingerprint(rows(500)) != fingerprint(rows(501))
     assert fingerprint(rows(5)) != fingerprint([{**r, "q": 0} for r in rows(5)])
+
+
+def test_fingerprint_sees_every_row_of_ten_thousand_and_more_of_more_at_a_bounded_cost():
+    whole = rows(10_000)
+    for edited in (0, 1, 5_000, 9_999):
+        assert fingerprint(whole) != fingerprint([{**r, "q": -1} if i == edited else r for i, r in enumerate(whole)])
+
+    class Counted(list):
+        read = 0
+
+        def __getitem__(self, position):
+            self.read += 1
+            return super().__getitem__(position)
+
+    more = Counted(rows(30_000))
+    assert fingerprint(more) != fingerprint([{**r, "q": -1} if i == 29_999 else r for i, r in enumerate(more)])
+    assert more.read == 10_000
+
+
+def test_the_fingerprint_of_an_old_checkpoint_is_as_it_was():
+    """Of 64 rows, and the numbers that the first version gave."""
+    found = [fingerprint(rows(n), FIRST_FINGERPRINT_ROWS) for n in (5, 64, 500)]
+    assert found == ["1c6df33a7e9f", "5161e19dece0", "2e5b13f5def1"]
 
 
 def test_rows_are_mappings_with_ids():

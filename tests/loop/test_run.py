@@ -9,7 +9,7 @@ import torch
 from small_runs import SMALL, start
 
 from posttrain.config.load import load_config
-from posttrain.errors import ConfigError, DataError, RunAborted, RunInterrupted
+from posttrain.errors import ConfigError, RunAborted, RunInterrupted
 from posttrain.loop import checkpoint
 from posttrain.loop.run import train
 from posttrain.tracking.metrics import read_metrics, read_validation
@@ -130,15 +130,6 @@ def test_other_changes_on_resume_are_refused(root, whole):
     with pytest.raises(ConfigError, match="cannot change") as caught:
         start(root, "rl.group_size=8", "seed=3", resume=whole.run)
     assert "rl.group_size: 4 → 8" in str(caught.value) and "seed: 0 → 3" in str(caught.value)
-
-
-def test_another_dataset_on_resume_is_refused(root, whole, monkeypatch):
-    import posttrain.data.dataset as dataset
-
-    run = start(root, "rl.steps=2").run
-    monkeypatch.setattr(dataset, "fingerprint", lambda rows: "0123456789ab")
-    with pytest.raises(DataError, match="dataset of arithmetic is not the one"):
-        start(root, "rl.steps=4", resume=run)
 
 
 def test_micro_batches_change_nothing_beyond_rounding(root, whole):

@@ -80,6 +80,7 @@ def _assemble(config: RunConfig, run_dir: RunDir, tracker: Tracker, ready: Prepa
         hosting=hosting,
         keepers=ready.keepers,
         evals=ready.evals,
+        origins=ready.origins,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.errors import DataError, RunInterrupted
 from posttrain.loop import pending
 from posttrain.loop.pending import Pending
+from posttrain.plugins.origin import Origin
 from posttrain.plugins.state import SavedState
 from posttrain.tracking.files import FULL, superseded_name, sync
 
@@ -59,6 +60,13 @@ class Checkpoint:
             if not state.intact:
                 raise self._damaged(f"the state of {state.subject} in {LOOP_FILE} does not fit its digest")
         return states
+
+    def origins(self) -> list[Origin]:
+        """Where the plug-ins of the run came from; none in a checkpoint that does not say it. Raises DataError."""
+        try:
+            return [Origin(**entry) for entry in self.loop_state().get("origins", [])]
+        except TypeError as exc:
+            raise self._damaged(f"origins in {LOOP_FILE}: {exc}") from exc
 
     def _damaged(self, cause: str) -> DataError:
         return DataError(

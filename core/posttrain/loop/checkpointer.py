@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.dataset import FINGERPRINT_ROWS
 from posttrain.loop import checkpoint
 from posttrain.loop.gathering import cell_groups
 from posttrain.weights.deadline import in_thread
@@ -70,6 +71,8 @@ class Checkpointer:
         fixed = {
             "state": asdict(state),
             "fingerprints": self._parts.fingerprints,
+            "fingerprint_rows": FINGERPRINT_ROWS,
+            "origins": [asdict(one) for one in self._parts.origins],
             "cells": cell_groups(self._parts.config),
         }
         cutting = self._source.cut(step)

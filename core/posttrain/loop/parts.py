@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from posttrain.data.dataset import FINGERPRINT_ROWS, FIRST_FINGERPRINT_ROWS
 from posttrain.errors import DataError
 from posttrain.hooks import RunHooks
 from posttrain.loop import checkpoint, pending, states
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from posttrain.loop.cluster import Hosting
     from posttrain.loop.pending import Pending
     from posttrain.objective.objective import Objective
+    from posttrain.plugins.origin import Origin
     from posttrain.plugins.state import Keeper, SavedState
     from posttrain.policy.rows import Row
     from posttrain.policy.step import StepResult
@@ -55,7 +57,8 @@ class PolicyEnd(Protocol):
 class Parts:
     """Everything the controller drives. Without an engine there is no weight plane and no scorer either.
 
-    keepers: what training depends on and keeps a state. `close` ends engines and workers; safe to call after a failed start.
+    keepers: what training depends on and keeps a state. origins: where the plug-ins come from.
+    `close` ends engines and workers; safe to call after a failed start.
     """
 
     config: RunConfig
@@ -76,6 +79,7 @@ class Parts:
     keepers: list[Keeper] = field(default_factory=list)
     hosting: Hosting | None = None
     evals: list[Eval] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
 
     async def start(self) -> None:
         """Start what listens for agents, the engine, and the workers that score."""
@@ -119,8 +123,10 @@ class Parts:
         Raises DataError when the dataset is not the one it was made with, PluginError for states that do not fit.
         """
         saved = found.loop_state()
+        most = saved.get("fingerprint_rows", FIRST_FINGERPRINT_ROWS)
+        fingerprints = self.fingerprints if most == FINGERPRINT_ROWS else self.sampler.fingerprints(most)
         for name, was in saved["fingerprints"].items():
-            now = self.fingerprints.get(name)
+            now = fingerprints.get(name)
             if now != was:
                 raise DataError(
                     f"the dataset of {name} is not the one that {found.path} was made with",
@@ -129,8 +135,11 @@ class Parts:
                     code="fingerprint",
                 )
         of_hooks, notes = states.load(self.keepers, states.hook_keepers(self.hooks), found.plugin_states(), found.path)
-        for note in notes:
+        changed, told = states.changed(self.origins, found.origins(), notes)
+        for note in [*notes, *told]:
             self.tracker.note(note)
+        if changed:
+            self.run_dir.add_changed(changed)
         self.policy.load(found.policy)
         self.sampler.load_state_dict(saved["sampler"])
         self.hooks.load_state_dict(of_hooks)

@@ -18,7 +18,7 @@ from posttrain.evals.build import build_evals
 from posttrain.evals.heldout import refuse_eval_rows
 from posttrain.loop.model_folder import made_folder, model_folder
 from posttrain.loop.pairs import check_pairs
-from posttrain.loop.states import training_keepers
+from posttrain.loop.states import origins, training_keepers
 from posttrain.loop.validation import held_out_draws, refuse_held_out
 from posttrain.placement.grid import transport_of
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.evals.build import Eval
     from posttrain.hooks import RunHooks
     from posttrain.objective.objective import Objective
+    from posttrain.plugins.origin import Origin
     from posttrain.plugins.state import Keeper
     from posttrain.rollout.engine import Engine
 
@@ -45,6 +46,7 @@ class Prepared:
     engine          not started; None without a model, and where completions come with the data
     keepers         what training depends on and keeps a state
     evals           with their rows, none of which trains
+    origins         where the plug-ins come from
     """
 
     objective: Objective
@@ -57,6 +59,7 @@ class Prepared:
     hooks: RunHooks
     keepers: list[Keeper]
     evals: list[Eval] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
 
 
 def prepare(
@@ -101,7 +104,8 @@ def prepare(
     keepers = training_keepers(config, objective, environments, packer)
     for keeper in keepers:
         keeper.save()  # a state that no checkpoint can hold is told now, not after the first hours
-    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks, keepers, evals)
+    came = origins(config, objective, environments, packer, engine, hooks, evals)  # now: their files may be edited during the run
+    return Prepared(objective, environments, sampler, held_out, path, packer, engine, hooks, keepers, evals, came)
 
 
 def build_run_objective(config: RunConfig) -> Objective:

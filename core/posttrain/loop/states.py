@@ -2,7 +2,7 @@
 
 What training depends on (algorithm, environments, DataPacker) must find its own state again, or the rest would be another run:
 that is refused. Hooks only watch, so what does not fit there is said and the run goes on. Another version, or a changed source,
-is only said everywhere: corrections must be possible.
+is only said everywhere: corrections must be possible. So it is of plug-ins that keep nothing; `origins` are of all of them.
 
 `checkpointer` takes them where no work of their plug-in is under way: an algorithm's between two batches, those of an environment
 and a packer between two cohorts; under `loop.commit_order=arrival` episodes are open whenever they are taken.
@@ -10,10 +10,15 @@ and a packer between two cohorts; under `loop.commit_order=arrival` episodes are
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import PluginError
+from posttrain import plugins
+from posttrain.errors import PluginError, PosttrainError
+from posttrain.placement.grid import transport_of
+from posttrain.plugins.origin import Origin
+from posttrain.plugins.origin import changes as origin_changes
 from posttrain.plugins.state import ANCHOR, Keeper, SavedState
 
 if TYPE_CHECKING:
@@ -22,27 +27,66 @@ if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig
     from posttrain.data.environment import Environment
     from posttrain.data.packer import DataPacker
+    from posttrain.evals.build import Eval
     from posttrain.hooks import RunHooks
     from posttrain.objective.objective import Objective
+    from posttrain.rollout.engine import Engine
 
 
 def training_keepers(
     config: RunConfig, objective: Objective, environments: Mapping[str, Environment], packer: DataPacker | None
 ) -> list[Keeper]:
     """What training depends on and keeps a state. Raises PluginError for one that has only half of the contract."""
+    return [keeper for keeper in _training(config, objective, environments, packer) if keeper.stateful]
+
+
+def _training(
+    config: RunConfig, objective: Objective, environments: Mapping[str, Environment], packer: DataPacker | None
+) -> list[Keeper]:
     found = [Keeper("algorithms", objective.name, objective.algorithm, ref=config.rl.objective.name, where="rl.objective.name")]
     for position, (entry, (name, env)) in enumerate(zip(config.environments, environments.items(), strict=True)):
         found.append(Keeper("envs", name, env, ref=entry.name, where=f"environments[{position}].name"))
     if packer is not None:
         named = config.rl.data.packer or ""
         found.append(Keeper("datapackers", named or type(packer).__name__, packer, ref=named, where="rl.data.packer"))
-    return [keeper for keeper in found if keeper.stateful]
+    return found
 
 
 def hook_keepers(hooks: RunHooks) -> list[Keeper]:
     """The hooks that keep a state."""
-    found = [Keeper("hooks", entry.label, entry.hook, ref=entry.config.name, where=entry.where) for entry in hooks.active]
-    return [keeper for keeper in found if keeper.stateful]
+    return [keeper for keeper in _hooks(hooks) if keeper.stateful]
+
+
+def _hooks(hooks: RunHooks) -> list[Keeper]:
+    return [Keeper("hooks", entry.label, entry.hook, ref=entry.config.name, where=entry.where) for entry in hooks.active]
+
+
+def origins(
+    config: RunConfig, objective: Objective, environments: Mapping[str, Environment], packer: DataPacker | None,
+    engine: Engine | None, hooks: RunHooks, evals: Sequence[Eval] = (),
+) -> list[Origin]:
+    """Where every plug-in that the config selects comes from, whether it keeps a state or not."""
+    options: list[Any] = [config.rl.objective.options, *(entry.options for entry in config.environments), {}]
+    found = [*zip(_training(config, objective, environments, packer), options, strict=False)]  # a packer may be missing
+    if engine is not None:
+        name, transport = config.rollout.engine, transport_of(config)
+        found.append((Keeper("engines", name, engine, ref=name), config.rollout.options))
+        with contextlib.suppress(PosttrainError):  # under Ray it need not load here: the roles that use it tell
+            cls = plugins.resolve("transports", transport)
+            found.append((Keeper("transports", transport, cls, ref=transport), config.weights.options))
+    trained = {entry.name for entry in config.environments}  # which are there already
+    asked = [one for one in evals if one.entry.name not in trained]
+    found += [(Keeper("envs", one.key, one.env, ref=str(one.entry.name)), one.entry.options) for one in asked]
+    found += [*zip(_hooks(hooks), [entry.config.options for entry in hooks.active], strict=True)]
+    return [Origin.of(keeper, given) for keeper, given in found]
+
+
+def changed(now: Sequence[Origin], was: Sequence[Origin], said: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """What is another now of the plug-ins that a checkpoint was made with, and a line for each of which none is `said`."""
+    found = origin_changes(now, was)
+    lines = {one: f"{one} goes on from the checkpoint, but it has changed: {old} → {new}" for one, (old, new) in found.items()}
+    told = [line for one, line in lines.items() if not any(note.startswith(one.partition(" (")[0] + " (") for note in said)]
+    return found, told
 
 
 def save(training: Sequence[Keeper], hooks: Sequence[Keeper], of_hooks: Mapping[str, Any]) -> list[SavedState]:

@@ -93,13 +93,14 @@ class SavedState:
     @property
     def subject(self) -> str:
         """The plug-in and who it was from, as in a sentence."""
-        return _subject(self.kind, self.name, f"{self.distribution} {self.version}" if self.distribution else self.class_name)
+        return subject(self.kind, self.name, f"{self.distribution} {self.version}" if self.distribution else self.class_name)
 
 
 class Keeper:
     """A plug-in of this run, as one that may keep a state.
 
-    ref: what the config selects it by; "" where it does not. where: the config path to name in errors.
+    value: the object, or its class where this process has none of it. ref: what the config selects it by; "" where it does not.
+    where: the config path to name in errors.
     """
 
     def __init__(self, kind: str, name: str, value: Any, *, ref: str = "", where: str = "") -> None:
@@ -128,9 +129,14 @@ class Keeper:
         return (info.distribution, info.version) if info else ("", "")
 
     @property
+    def cls(self) -> type:
+        """Its class."""
+        return self.value if isinstance(self.value, type) else type(self.value)
+
+    @property
     def class_name(self) -> str:
         """`module:Class`; of a class in a file of its own `file.py:Class`, wherever that lies."""
-        cls = type(self.value)
+        cls = self.cls
         module = cls.__module__
         if module.startswith("posttrain_file_"):
             module = Path(inspect.getsourcefile(cls) or module).name
@@ -139,7 +145,7 @@ class Keeper:
     @property
     def subject(self) -> str:
         """The plug-in and who it is from, as in a sentence."""
-        return _subject(self.kind, self.name, " ".join(self.owner) if self.owner[0] else self.class_name)
+        return subject(self.kind, self.name, " ".join(self.owner) if self.owner[0] else self.class_name)
 
     def save(self) -> SavedState:
         """Its state now. Raises PluginError naming it when it gives none, or one that a checkpoint cannot hold."""
@@ -155,7 +161,7 @@ class Keeper:
 
     def saved(self, state: Any) -> SavedState:
         """A plain state of this plug-in, as a checkpoint holds it."""
-        source = source_digest(type(self.value))
+        source = source_digest(self.cls)
         return SavedState(self.kind, self.name, *self.owner, self.class_name, source, digest(state), state)
 
     def raised_in(self, exc: BaseException) -> str:
@@ -166,16 +172,21 @@ class Keeper:
 
 
 def source_digest(cls: type) -> str:
-    """SHA-256 of the files that define a class and its bases, those of posttrain's core and of Python left out; "" for none."""
-    own = [one for one in cls.__mro__ if one.__module__.partition(".")[0] not in _NOT_ITS_OWN]
-    files = [file for file in dict.fromkeys(map(_file, own)) if file is not None and file.is_file()]
+    """SHA-256 of the `source_files` of a class; "" for none."""
+    files = source_files(cls)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
+
+
+def source_files(cls: type) -> list[Path]:
+    """The files that define a class and its bases; of those bases that are of posttrain's core or of Python none."""
+    own = [cls, *(one for one in cls.__mro__[1:] if one.__module__.partition(".")[0] not in _NOT_ITS_OWN)]
+    return [file for file in dict.fromkeys(map(_file, own)) if file is not None and file.is_file()]
 
 
 def _file(cls: type) -> Path | None:
     try:
         return Path(inspect.getsourcefile(cls) or "")
-    except TypeError:  # a class of an interactive session, or of an extension module
+    except (TypeError, OSError):  # a class of an interactive session, or of an extension module
         return None
 
 
@@ -185,5 +196,6 @@ def _mapping(state: Any) -> Mapping[str, Any]:
     return state
 
 
-def _subject(kind: str, name: str, owner: str) -> str:
+def subject(kind: str, name: str, owner: str) -> str:
+    """A plug-in and who it is from, as in a sentence."""
     return f"{kind_of(kind).noun} {name!r} ({owner})"

@@ -34,6 +34,13 @@ def append_provenance(path: Path, **about: Any) -> None:
     write_text(path, json.dumps([*earlier, provenance(**about)], indent=1) + "\n")
 
 
+def add_changed(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Add to what changed at the last start in `path`."""
+    *earlier, last = json.loads(path.read_text(encoding="utf-8"))
+    last["changed"] |= _was_is(changed)
+    write_text(path, json.dumps([*earlier, last], indent=1) + "\n")
+
+
 def provenance(
     *,
     tags: Mapping[str, str] | None = None,
@@ -43,6 +50,7 @@ def provenance(
     """One entry: everything that a reader needs to set up the same again.
 
     changed: for each config key that differs from the experiment (of a resume: from the run so far), the value there and here.
+    `add_changed` adds the plug-ins of a resume.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -59,9 +67,13 @@ def provenance(
             "memory_bytes": _memory(),
         },
         "threads": threads,
-        "changed": {key: {"was": was, "is": now} for key, (was, now) in (changed or {}).items()},
+        "changed": _was_is(changed or {}),
         "tags": dict(tags or {}),
     }
+
+
+def _was_is(changed: Mapping[str, tuple[Any, Any]]) -> dict[str, dict[str, Any]]:
+    return {key: {"was": was, "is": now} for key, (was, now) in changed.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -179,6 +179,12 @@ class RunDir:
 
         append_provenance(self.path / "provenance.json", tags=tags, threads=threads, changed=changed)
 
+    def add_changed(self, changed: Mapping[str, tuple[Any, Any]]) -> None:
+        """Add to `changed` of this start what is known only when the parts are built."""
+        from posttrain.tracking.provenance import add_changed
+
+        add_changed(self.path / "provenance.json", changed)
+
     def write_fingerprints(self, fingerprints: Mapping[str, str]) -> None:
         """Write the digest of each environment's training rows."""
         self._write_json(self.path / "fingerprints.json", fingerprints)
