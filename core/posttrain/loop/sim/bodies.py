@@ -1,8 +1,8 @@
 """Rollout bodies in processes of their own, in simulated time: `Replicas`, `RemoteLane` and `RolloutBody` are the real ones.
 
-A message takes a while. Requests to one process begin in the order in which they were sent, as an actor's do; answers may
-overtake one another. Whoever stops waiting for an answer does not stop the work. A process may die at any moment, with all that it
-does: its lane puts another in its place at the next update, or is dropped, or the run ends.
+A message takes a while. Requests to one process begin in the order in which they were sent, as an actor's do; answers may overtake
+one another. Whoever stops waiting for an answer does not stop the work. A process may die at any moment, with all that it does: at
+the next update its lane puts another in its place or is dropped, or the run ends.
 """
 
 from __future__ import annotations
