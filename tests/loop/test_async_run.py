@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from posttrain.loop.controller import Controller
 from posttrain.tracking.metrics import read_metrics
 from posttrain.tracking.rollouts import read_rollouts
 
-ASYNC = ("rl.steps=6", "checkpoint.every=1")
-STEADY = ("step", "reward/mean", "loss", "grad_norm", "length/mean", "policy/ratio_min", "tokens/trained")
+ASYNC = ("rl.steps=6", "checkpoint.every=1", "model.factory_kwargs.steps=100")  # taught enough to have a gradient each step
+STEADY = ("step", "reward/mean", "loss", "grad_norm", "lr", "length/mean", "policy/ratio_min", "tokens/trained")
 
 
 class Crash(BaseException):
@@ -30,11 +31,14 @@ def start(root, *overrides, resume=None):
 
 
 def crash(root, step, *overrides):
-    """A run that dies when it begins to train `step`, with a checkpoint of the step before in whatever state it is."""
+    """A run that dies when it begins to train `step`, with a checkpoint of the step before in whatever state it is, but for the
+    first: without it there is nothing to resume."""
     original, before = Controller._train, set(root.iterdir())
 
     async def dying(self, admitted):
         if admitted.batch.step == step:
+            if step == 2:
+                await self.checkpoints.written()
             raise Crash
         return await original(self, admitted)
 
@@ -74,8 +78,13 @@ def ahead(request):
 
 
 @pytest.fixture(scope="module")
-def whole(root, ahead):
-    return start(root, f"rollout.max_async_rollout={ahead}").run
+def settings(ahead):
+    return f"rollout.max_async_rollout={ahead}", "rl.lr_scheduler.name=linear"
+
+
+@pytest.fixture(scope="module")
+def whole(root, settings):
+    return start(root, *settings).run
 
 
 def test_a_cohort_is_sampled_by_the_version_that_the_run_ahead_leaves(whole, ahead):
@@ -83,25 +92,32 @@ def test_a_cohort_is_sampled_by_the_version_that_the_run_ahead_leaves(whole, ahe
     assert [end[0] for end in ends(whole)] == list(range(24))
 
 
-def test_the_same_run_again_is_bitwise_the_same(root, whole, ahead):
-    again = start(root, f"rollout.max_async_rollout={ahead}").run
+def test_the_learning_rate_falls_step_by_step(whole):
+    assert [row["lr"] for row in read_metrics(whole)] == pytest.approx([2e-4 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
+
+
+def test_the_same_run_again_is_bitwise_the_same(root, whole, settings):
+    again = start(root, *settings).run
     assert rows(again) == rows(whole) and weights(again, 6) == weights(whole, 6)
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_a_killed_run_resumes_to_the_same_bits(root, whole, ahead, step):
-    run = crash(root, step, f"rollout.max_async_rollout={ahead}")
-    found = checkpoint.find(run / "checkpoints")
-    if not found:  # the writer was still waiting for the cohorts in flight
-        pytest.skip("the run died before its first checkpoint")
+def test_a_killed_run_resumes_to_the_same_bits(root, whole, settings, step):
+    run = crash(root, step, *settings)
+    found = checkpoint.find(run / "checkpoints")[-1]
     start(root, resume=run)
     assert rows(run) == rows(whole)
     assert weights(run, 6) == weights(whole, 6)
     assert ends(run) == ends(whole)
+    assert [versions(run, step) for step in range(1, 7)] == [versions(whole, step) for step in range(1, 7)]
+    clock, seconds = [row["time/wall_s"] for row in read_metrics(run)], found.loop_state()["state"]["seconds"]
+    assert all(earlier < later for earlier, later in pairwise(clock))
+    assert clock[found.step - 1] == seconds
+    assert clock[found.step] == pytest.approx(seconds + read_metrics(run)[found.step]["time/step_s"])
 
 
-def test_every_checkpoint_leads_to_the_same_end(root, whole, ahead):
-    copies = start(root, f"rollout.max_async_rollout={ahead}").run
+def test_every_checkpoint_leads_to_the_same_end(root, whole, settings):
+    copies = start(root, *settings).run
     for step in (1, 3, 5):
         start(root, resume=copies / "checkpoints" / f"step_{step}")
         assert rows(copies) == rows(whole) and weights(copies, 6) == weights(whole, 6) and ends(copies) == ends(whole)
@@ -122,16 +138,18 @@ def test_arrival_trains_every_draw_once_and_never_on_tokens_that_are_too_old(roo
 
 def test_arrival_resumes_with_every_draw_ending_once(root):
     run = crash(root, 4, *ARRIVAL, "rollout.max_async_rollout=2")
-    if checkpoint.find(run / "checkpoints"):
-        start(root, resume=run)
-        trained = [end for end in ends(run) if end[3] == "trained"]
-        assert len(trained) == 24 and len(rows(run)) == 6
-        assert [end[0] for end in trained] == list(range(24))
+    start(root, resume=run)
+    trained = [end for end in ends(run) if end[3] == "trained"]
+    assert len(trained) == 24 and len(rows(run)) == 6
+    assert [end[0] for end in trained] == list(range(24))
 
 
+CAP = 1.2
 CORRECTIONS = {
-    "tis": ("rl.objective.use_tis=true",),
-    "icepop": ("rl.objective.use_tis=true", "rl.objective.tis_mode=icepop", "rl.objective.tis_floor=0.2"),
+    "tis": ("rl.objective.use_tis=true", f"rl.objective.tis_cap={CAP}"),
+    "icepop": (
+        "rl.objective.use_tis=true", f"rl.objective.tis_cap={CAP}", "rl.objective.tis_mode=icepop", "rl.objective.tis_floor=0.2",
+    ),
     "sequence mask": ("rl.objective.seq_is_masking=true",),
     "the clip": (),
 }
@@ -142,15 +160,18 @@ def test_corrections_for_age_see_the_versions_and_log_probs_of_real_tokens(root,
     """Two versions behind at a learning rate that moves them: engine and trainer differ, and the run says why."""
     order = "arrival" if name == "tis" else "logical"
     result = start(
-        root, f"loop.commit_order={order}", "rollout.max_async_rollout=2", "rl.optimizer.lr=5e-4", "validation.prompts=0",
+        root, f"loop.commit_order={order}", "rollout.max_async_rollout=2", "validation.prompts=0",
         *CORRECTIONS[name],
     )  # fmt: skip
     late = [row for row in read_metrics(result.run) if row["step"] > 2 and row["loss"] is not None]
     assert late and all(row["staleness/max"] >= 1 for row in late)
     assert all(row["policy/logprob_gap"] > 1e-3 and row["policy/ratio_min"] < 1 for row in late)
-    assert all(abs(row["loss"]) < 100 and row["grad_norm"] >= 0 for row in late)
-    if name in ("tis", "icepop"):
-        assert any(row["policy/tis_weight"] != 1 for row in late)
+    assert all(abs(row["loss"]) < 100 for row in late) and any(row["grad_norm"] > 0 for row in late)
+    if name in ("tis", "icepop"):  # nobody but the cap and the floor takes the mean weight below the mean ratio
+        beyond = [row for row in late if row["policy/ratio_max"] > CAP + 0.1]
+        assert beyond and all(row["policy/tis_weight"] < row["policy/ratio_mean"] - 1e-4 for row in beyond)
+    if name == "sequence mask":
+        assert any(0 < row["policy/seq_masked_share"] < 1 for row in late)
     if max(row["policy/logprob_gap"] for row in late[:-1]) > 0.1:
         assert "most likely: version" in (result.run / "events.jsonl").read_text()
 

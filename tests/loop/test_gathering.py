@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from posttrain.config.schema import GridConfig, RLConfig, RunConfig
 from posttrain.errors import RunAborted
-from posttrain.loop.gathering import Gathering, Quotas, cell_groups, stats_of
+from posttrain.loop.gathering import ONE_ROUND, Gathering, Quotas, cell_groups, stats_of
 from posttrain.types import Group, Trajectory
 
 REWARDS = {"informative": [0.0, 1.0], "zero": [0.0, 0.0], "one": [1.0, 1.0], "unscorable": [None, None]}
@@ -93,7 +93,7 @@ def test_without_quotas_one_round_is_all():
     gathering = Gathering(1, None, (3,))
     drawn = gather(gathering, Prompts(["zero", "unscorable", "informative"]))
     taken = gathering.take()
-    assert taken.groups == drawn and taken.surplus == [] and taken.metrics == {} and taken.informative == 1
+    assert taken.groups == drawn and taken.surplus == [] and taken.metrics == ONE_ROUND and taken.informative == 1
 
 
 def test_the_base_draw_is_enough_when_every_cell_meets_its_quota():
@@ -101,7 +101,7 @@ def test_the_base_draw_is_enough_when_every_cell_meets_its_quota():
     drawn = gather(gathering, Prompts(["informative", "zero"]))
     taken = gathering.take()
     assert taken.groups == drawn and len(drawn) == 4  # tied groups stay: the shape of the batch is fixed
-    assert taken.metrics == {
+    assert taken.metrics == ONE_ROUND == {
         "train/dynamic_sampling_rounds": 1,
         "train/dynamic_sampling_shortfall": 0,
         "train/dynamic_sampling_extra_prompts": 0,

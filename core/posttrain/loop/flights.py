@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,14 @@ class Flight:
 
 
 class Flights:
-    """capacity: samples in the engines at once; a prompt with more goes alone.   used: slots that are taken."""
+    """capacity: samples in the engines at once; a prompt with more goes alone.   used: slots that are taken.
+    tries: what `in_vain` said, by draw index, in the process that is gone on from."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, tries: Mapping[int, int] | None = None) -> None:
         self.capacity = capacity
         self.used = 0
         self.open: dict[int, Flight] = {}
-        self._tries: Counter[int] = Counter()
+        self._tries: Counter[int] = Counter(tries)
         self._room = asyncio.Event()
 
     async def room(self, samples: int) -> None:
@@ -78,6 +80,11 @@ class Flights:
     def tries(self, draw: Draw) -> int:
         """How often a draw was dispatched."""
         return self._tries[draw.index]
+
+    def in_vain(self) -> dict[int, int]:
+        """The tries of draws that have not come to their end, for a checkpoint: what is well in flight has not failed yet."""
+        well = Counter(index for index, flight in self.open.items() if not flight.ending)
+        return dict(self._tries - well)
 
     def forget(self, draw: Draw) -> None:
         """A draw that has come to its end."""

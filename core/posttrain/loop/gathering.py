@@ -41,6 +41,13 @@ Cause = Literal["surplus", "uninformative", "unscorable"]
 CAUSES: tuple[Cause, ...] = ("surplus", "uninformative", "unscorable")
 OnExhausted = Literal["raise", "proceed"]
 
+ONE_ROUND: dict[str, float] = {
+    "train/dynamic_sampling_rounds": 1,
+    "train/dynamic_sampling_shortfall": 0,
+    "train/dynamic_sampling_extra_prompts": 0,
+}
+"""The metrics of a batch that takes its base draw as it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
@@ -87,7 +94,8 @@ class Taken:
 
     groups     of the batch, in draw order; its full shape
     surplus    the other groups, in draw order, each with why it does not train
-    metrics    rounds, shortfall and extra prompts; what kinds of groups there were is counted by `make_batch`
+    metrics    rounds, shortfall and extra prompts, without quotas as `ONE_ROUND`; what kinds of groups there were is counted by
+               `make_batch`
     informative   groups of the batch whose rewards disagree
     """
 
@@ -203,8 +211,6 @@ class Gathering:
         return [] if over else [cell for cell in self._cells if cell.short]
 
     def _metrics(self, short: Sequence[_Cell]) -> dict[str, float]:
-        if self.quotas is None:
-            return {}
         return {
             "train/dynamic_sampling_rounds": self.rounds,
             "train/dynamic_sampling_shortfall": sum(cell.quota - cell.informative for cell in short),

@@ -2,7 +2,7 @@
 
     pending.jsonl    {"step": 5, "draw": {"index": 40, "epoch": 0, "env": "countdown", "row": "17", "position": 17},
                       "round": 0, "group": {"trajectories": [...]}}
-    a draw without a group was dispatched and has to be generated again, with the same seeds
+    a draw without a group was dispatched and has to be generated again, with the same seeds; "tries" where it was before
 
 The dataset row is not written: it is read again at its position. Numbers come back to the bit. What an environment put into
 `info` and JSON cannot hold comes back as its `repr`.
@@ -11,7 +11,7 @@ The dataset row is not written: it is read again at its position. Numbers come b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,13 @@ class Pending:
 
     rounds   by batch step, the rounds of its cohort; under `arrival` all under step 0
     again    draws that were dispatched, to be generated anew
+    tries    by draw index, dispatches so far of those that may yet be dropped for having had too many
     bad_rows   draws of rows passed over before      cells   the groups of a batch per data cell, as they were dealt then
     """
 
     rounds: dict[int, list[list[Generated]]] = field(default_factory=dict)
     again: list[Draw] = field(default_factory=list)
+    tries: dict[int, int] = field(default_factory=dict)
     bad_rows: tuple[int, ...] = ()
     cells: tuple[int, ...] = ()
 
@@ -53,8 +55,8 @@ class Pending:
         return [*generated, *self.again]
 
     @classmethod
-    def of(cls, rounds: Iterable[Round], again: Iterable[Draw] = ()) -> Pending:
-        found = cls(again=list(again))
+    def of(cls, rounds: Iterable[Round], again: Iterable[Draw] = (), tries: Mapping[int, int] | None = None) -> Pending:
+        found = cls(again=list(again), tries=dict(tries or {}))
         for one in rounds:
             found.rounds.setdefault(one.step, []).append(list(zip(one.draws, one.groups, strict=True)))
         return found
@@ -65,9 +67,13 @@ class Pending:
             for number, groups in enumerate(rounds):
                 for draw, group in groups:
                     trajectories = [_plain(trajectory) for trajectory in group.trajectories]
-                    yield _line(step=step, round=number, draw=_draw(draw), group={"trajectories": trajectories})
+                    yield self._line(draw, step=step, round=number, group={"trajectories": trajectories})
         for draw in self.again:
-            yield _line(step=0, round=0, draw=_draw(draw), group=None)
+            yield self._line(draw, step=0, round=0, group=None)
+
+    def _line(self, draw: Draw, **entry: Any) -> str:
+        tries = {"tries": self.tries[draw.index]} if draw.index in self.tries else {}
+        return json.dumps({**entry, "draw": _draw(draw), **tries}, default=repr)
 
 
 def write(path: Path, pending: Pending) -> None:
@@ -87,6 +93,8 @@ def read(path: Path, sampler: PromptSampler) -> Pending:
         try:
             known = entry["draw"]
             draw = sampler.redraw(known["index"], known["epoch"], known["env"], known["position"])
+            if "tries" in entry:
+                found.tries[draw.index] = int(entry["tries"])
             trajectories = entry["group"] and [_trajectory(values) for values in entry["group"]["trajectories"]]
         except (ValueError, KeyError, TypeError, StopIteration) as exc:
             if isinstance(exc, DataError):
@@ -124,10 +132,6 @@ def _damaged(path: Path, line: int, exc: Exception) -> DataError:
 
 def _draw(draw: Draw) -> dict[str, Any]:
     return {"index": draw.index, "epoch": draw.epoch, "env": draw.env, "row": draw.row_id, "position": draw.position}
-
-
-def _line(**entry: Any) -> str:
-    return json.dumps(entry, default=repr)
 
 
 _FIELDS = tuple(one.name for one in fields(Trajectory))

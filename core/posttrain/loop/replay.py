@@ -26,7 +26,7 @@ from posttrain.loop import checkpoint, states
 from posttrain.loop.batches import make_batch
 from posttrain.loop.cohort import Batch, Cohort
 from posttrain.loop.filters import Screening
-from posttrain.loop.gathering import Quotas
+from posttrain.loop.gathering import ONE_ROUND, Quotas
 from posttrain.loop.model_folder import model_folder
 from posttrain.loop.prepare import build_packer, build_run_objective
 from posttrain.loop.run import set_threads
@@ -91,6 +91,8 @@ def replay(
         found = {"loss": None, **batch.metrics}
         if "staleness/mean" in recorded:
             found |= staleness_metrics((t for group in batch.groups for t in group.trajectories), step)
+        if Quotas.of(config) is None and ONE_ROUND.keys() <= recorded.keys():  # older runs did not record them
+            found |= ONE_ROUND
         lines = [_advantages(rows, batch.advantages)]
         if batch.rows:
             metrics, weights = _train(config, source, objective, before, batch.rows, _after(path, step, dtype), dtype)

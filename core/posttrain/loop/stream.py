@@ -38,7 +38,7 @@ class Stream:
     """pending: the groups that a checkpoint brought along.   slots: samples in all engines at once."""
 
     def __init__(self, desk: Desk, pending: Pending, *, slots: int) -> None:
-        self.desk, self.flights = desk, Flights(slots)
+        self.desk, self.flights = desk, Flights(slots, pending.tries)
         self._given = [one for rounds in pending.rounds.values() for generated in rounds for one in generated]
         self._samples = desk.config.rl.group_size
         self._ahead, self._limit = desk.config.rollout.max_async_rollout, desk.config.rollout.max_off_policy_steps
@@ -94,7 +94,8 @@ class Stream:
         again = [*self.desk.prompts.waiting_again(), *(flight.draw for flight in self.flights.open.values())]
         again.sort(key=lambda draw: draw.index)
         found: asyncio.Future[Cut] = asyncio.get_running_loop().create_future()
-        found.set_result(Cut(self.desk.prompts.position, Pending.of(self._arrived.values(), again), self.desk.states()))
+        pending = Pending.of(self._arrived.values(), again, self.flights.in_vain())
+        found.set_result(Cut(self.desk.prompts.position, pending, self.desk.states()))
         return found
 
     def lost(self) -> dict[str, float]:

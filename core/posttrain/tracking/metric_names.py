@@ -99,7 +99,7 @@ _define(
     ("train/uninformative_group_count", "groups", "The other groups: rewards agree, or fewer than two are usable."),
     ("train/grpo_all_zero_group_count", "groups", "Uninformative groups with every reward 0. Many: the task is too hard."),
     ("train/grpo_all_one_group_count", "groups", "Uninformative groups with every reward 1. Many: the task is too easy."),
-    ("train/dynamic_sampling_rounds", "rounds", "Rounds of prompts that the batch took, the base draw included."),
+    ("train/dynamic_sampling_rounds", "rounds", "Rounds of prompts that the batch took: 1 without dynamic sampling."),
     ("train/dynamic_sampling_shortfall", "groups", "Informative groups that lack to the quotas of all cells, with `proceed`."),
     ("train/dynamic_sampling_extra_prompts", "prompts", "Prompts that extra rounds drew beyond the batch's own."),
     ("train/effective_batch", "trajectories", "Trajectories that trained, after uninformative groups were left out."),
