@@ -1,14 +1,15 @@
 """Rollout bodies in processes of their own, in simulated time: `Replicas`, `RemoteLane` and `RolloutBody` are the real ones.
 
-A message takes a while. Requests to one process begin in the order in which they were sent, as an actor's do; answers may overtake
-one another. Whoever stops waiting for an answer does not stop the work. A process may die at any moment, with all that it does: at
-the next update its lane puts another in its place or is dropped, or the run ends.
+A message takes a while. Requests to one process begin in the order in which they were sent, as an actor's do; answers may
+overtake one another. Whoever stops waiting for an answer does not stop the work. A process may die at any moment, with all
+that it does: at the next update its lane puts another in its place or is dropped, or the run ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import RunInterrupted, WaitExpired
@@ -181,7 +182,7 @@ class SimReplicas(Replicas):
         self.asked: set[str] = set()
         self.dispatched: Callable[[set[str], int], None] = lambda asked, samples: None
         self.receivers: list[SimLane] = []
-        self.remotes = [SimRemote(f"rollout-{n}", lambda n=n: self._body(n), rng, trace) for n in range(world.engines)]  # type: ignore[misc]
+        self.remotes = [SimRemote(f"rollout-{n}", partial(self._body, n), rng, trace) for n in range(world.engines)]
         lanes = [RemoteLane(remote, REPLACE_S, remote.replace) for remote in self.remotes]  # type: ignore[arg-type]
         may_lose = world.config.weights.on_failure != "raise"
         super().__init__(lanes, start_timeout_s=REPLACE_S, may_lose=may_lose, say=lambda text: trace("replicas", text))
