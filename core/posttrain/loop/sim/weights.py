@@ -44,6 +44,8 @@ class _Transport:
     def fresh(self) -> _Transport:
         return self
 
+    def warm(self, end: str) -> None: ...
+
     def close(self) -> None: ...
 
 
