@@ -21,7 +21,6 @@ from posttrain.loop.prompts import Prompts
 from posttrain.loop.source import Cut
 from posttrain.loop.stream import Stream
 from posttrain.loop.versions import Versions
-from posttrain.rollout.body import RolloutBody
 from posttrain.rollout.replicas import Replicas
 from posttrain.weights.plane import WeightPlane
 from posttrain.weights.receiver import Receiver
@@ -267,27 +266,7 @@ def a_checkpoint_is_written_in_place() -> Iterator[None]:
         yield
 
 
-@mutation("logical")
+@mutation("arrival")
 def what_a_dead_body_owed_is_asked_of_nobody() -> Iterator[None]:
     with patched(Replicas, "_lost", lambda original, self, *args: original(self, *args) and []):
-        yield
-
-
-@mutation("arrival")
-def what_a_dead_body_had_delivered_is_asked_again() -> Iterator[None]:
-    """More samples than slots, and none of use."""
-
-    def lost(original: Any, self: Replicas, *args: Any) -> Any:
-        return [replace(request, wanted=None) for request in original(self, *args)]
-
-    with patched(Replicas, "_lost", lost):
-        yield
-
-
-@mutation("arrival")
-def a_dropped_lane_tells_nobody() -> Iterator[None]:
-    async def invalidate(original: Any, self: RolloutBody, cause: str) -> None:
-        await self.receiver.invalidate(cause)
-
-    with patched(RolloutBody, "invalidate", invalidate):
         yield

@@ -46,15 +46,17 @@ class Role:
 
     def __init__(self, name: str, fails: str = "", good: int = 0) -> None:
         self.name, self.fails, self.good, self.ended, self.asked = name, fails, good, False, list[str]()
+        self.given: list[tuple[str, int]] = []
 
     async def stream(self, method: str, asked: list[Request]) -> AsyncIterator[Completion]:
         for request in asked:
             self.asked.append(request.id)
-            for index in range(request.n):
+            for index in request.indices:
                 await asyncio.sleep(0)
                 if self.fails and not self.good:
                     raise RunInterrupted(f"{self.name} died", code=self.fails)
                 self.good -= 1
+                self.given.append((request.id, index))
                 yield Completion(request.id, index, [1], [0.0], [3], "stop")
 
     async def call(self, method: str, *args: object, timeout: float) -> None:
@@ -83,6 +85,12 @@ def test_what_a_lost_replica_owes_comes_from_the_others_and_nobody_owes_anything
     bad.good = 99
     asyncio.run(everything(generator, requests(2)))
     assert bad.asked == ["3"]  # it is not asked again before an update has replaced it
+
+
+def test_what_a_lost_replica_had_delivered_is_not_sampled_again() -> None:
+    good, bad = Role("rollout-0"), Role("rollout-1", fails="role-died", good=1)
+    asyncio.run(everything(replicas(good, bad), requests(2)))
+    assert bad.given == [("1", 0)] and good.given == [("0", 0), ("0", 1), ("1", 1)]
 
 
 def test_a_replica_without_weights_is_not_asked_until_they_are_there() -> None:
