@@ -85,7 +85,7 @@ def test_the_interrupted_are_not_the_long_ones():
     """Long samples are in flight when a run dies more often than short ones; they train all the same."""
     lengths: dict[bool, list[float]] = {True: [], False: []}
     resumes = 0
-    for seed in range(0, 60 * SIBLINGS, SIBLINGS):
+    for seed in range(0, 90 * SIBLINGS, SIBLINGS):
         world = World.of(seed, order="arrival", faults=False)
         if world.tail == 0 or not world.exact:
             continue
