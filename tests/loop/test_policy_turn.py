@@ -87,7 +87,7 @@ def test_a_checkpoint_leaves_the_policy_to_what_the_one_before_waits_for() -> No
         policy, never = PolicyTurn(waits, 60.0), asyncio.get_running_loop().create_future()
         snapshot = SimpleNamespace(snapshot=lambda: None)
         parts: Any = SimpleNamespace(
-            config=config, hook_states=states, algorithm_states=list, fingerprints={}, policy=snapshot
+            config=config, hook_states=states, algorithm_states=list, fingerprints={}, origins=(), policy=snapshot
         )
         source: Any = SimpleNamespace(cut=lambda step: never)
         checkpoints = Checkpointer(parts, source, None, waits, policy)  # type: ignore[arg-type]

@@ -36,8 +36,8 @@ from posttrain.weights.ucx import scan_ucx_log, warm_nixl
 
 log = logging.getLogger("posttrain.weights")
 
-START_S = 60.0
-"""How long the process may take to start; about a second on an idle machine."""
+START_S = 180.0
+"""How long the process may take to start: about a second on an idle machine, and more beside ranks that load a model."""
 
 
 class NixlProcess:
