@@ -5,12 +5,14 @@ Most use the `hf` engine in the bodies, which starts in seconds; one uses vLLM. 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from posttrain.tracking.rollouts import read_rollouts
 from posttrain.weights.memory import owner_of
 
 KILLER = Path(__file__).parent.parent / "placement" / "killer_hook.py"
+HEARTBEAT_S = 15
 SMALL = [
     "experiment=cluster_grpo",
     "rollout.engine=hf",
@@ -41,7 +44,7 @@ SMALL = [
     "validation.every=0",
     "checkpoint.every=1",
     "checkpoint.keep_last=null",
-    "grid.heartbeat_timeout_s=15",
+    f"grid.heartbeat_timeout_s={HEARTBEAT_S}",
     "loop.train_timeout_s=120",
     "tracking.display=none",
 ]
@@ -103,6 +106,22 @@ def gone(which: list[int], within: float = 15.0) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+NAMED_S = 15.0
+"""From a kill to the error that names it, with the end of all processes; heartbeats come every 2 s."""
+
+
+def named_within(killed: float, seconds: float = NAMED_S) -> bool:
+    """killed: the time of it. Asked as soon as the run has ended."""
+    took = time.time() - killed
+    print(f"named after {took:.1f} s")
+    return took < seconds
+
+
+def killed_at(run: Path) -> float:
+    """When the hook sent its signal."""
+    return float((run / "killed").read_text())
 
 
 def left_memory(of: list[int]) -> list[str]:
@@ -176,6 +195,7 @@ def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, 
     with pytest.raises(PosttrainError) as caught:
         start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", "rl.steps=4")
     run = newest(root)
+    assert named_within(killed_at(run), NAMED_S if number == 9 else HEARTBEAT_S + NAMED_S)
     assert said in str(caught.value) and caught.value.retryable, str(caught.value)
     assert role in str(caught.value.where) or role in caught.value.message
     assert gone(pids(run)) and not left_memory(pids(run))
@@ -194,8 +214,89 @@ def test_a_death_at_any_other_moment_is_named_too(root: Path, role: str, when: s
     options = f"{{role: {role}, when: {when}, step: 2, after_s: {after_s}}}"
     with pytest.raises(PosttrainError) as caught:
         start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", "rl.steps=200", "checkpoint.every=0")
+    assert named_within(killed_at(newest(root)))
     assert f"{role} died" in str(caught.value) and caught.value.retryable, str(caught.value)
     assert gone(pids(newest(root)))
+
+
+@pytest.mark.parametrize("role", ["policy-1", "rollout-1"])
+def test_a_death_during_a_validation_is_named_too(root: Path, role: str) -> None:
+    options = f"{{role: {role}, when: after_publish, step: 1, after_s: 0.1}}"
+    long = ["validation.prompts=256", "validation.every=1", "checkpoint.every=0"]
+    with pytest.raises(PosttrainError) as caught:
+        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", *long)
+    run = newest(root)
+    assert named_within(killed_at(run))
+    assert f"{role} died" in str(caught.value) and caught.value.exit_code == 75, str(caught.value)
+    validated = [row["step"] for row in read_validation(run)]  # version 1 was delivered, its validation begun; bodies can end it
+    assert validated == [0] if role == "rollout-1" else validated in ([0], [0, 1])
+    assert gone(pids(run)) and not left_memory(pids(run))
+
+
+@pytest.mark.parametrize("role", ["policy-1", "rollout-0"])
+def test_a_death_while_a_checkpoint_is_written_is_named_too(root: Path, role: str) -> None:
+    """One that a rank has no part in any more is whole or absent, never half; and the one before is there."""
+    options = f"{{role: {role}, when: checkpoint, step: 2}}"
+    with pytest.raises(PosttrainError) as caught:
+        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", "rl.steps=200")
+    run = newest(root)
+    assert named_within(killed_at(run))
+    assert f"{role} died" in str(caught.value) and caught.value.exit_code == 75, str(caught.value)
+    kept = [c.step for c in checkpoint.find(run / "checkpoints")]
+    assert kept == [1] if role == "policy-1" else kept in ([1], [1, 2])
+    assert not list((run / "checkpoints").glob("tmp_*"))
+    assert gone(pids(run)) and not left_memory(pids(run))
+
+
+def writer_of(log: Path) -> int | None:
+    """The process that has a log open: a role, from the first thing that it does."""
+    for descriptors in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if any(one.resolve() == log for one in descriptors.iterdir()):
+                return int(descriptors.parent.name)
+    return None
+
+
+def new_run(root: Path, before: set[Path]) -> Path | None:
+    return next((path for path in root.glob("cluster-grpo-*") if path not in before), None)
+
+
+@pytest.mark.parametrize(
+    ("role", "ready"), [("policy-1", "logs/policy-1.log"), ("policy-0", "logs/roles.json"), ("rollout-1", "logs/rollout-1.log")]
+)
+def test_a_death_during_the_start_is_named_too(root: Path, role: str, ready: str) -> None:
+    """While a role begins, of which only its log is known; while the ranks load the model."""
+    before, killed = set(root.glob("cluster-grpo-*")), list[tuple[int, float]]()
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not killed:
+            run = new_run(root, before)
+            pid = writer_of((run / f"logs/{role}.log").resolve()) if run and (run / ready).exists() else None
+            if pid is not None:
+                killed.append((pid, time.time()))
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with pytest.raises(PosttrainError) as caught:
+        start(root, "rl.steps=200")
+    assert killed and named_within(killed[0][1])
+    thread.join()
+    assert f"{role} died" in str(caught.value) and caught.value.exit_code == 75, str(caught.value)
+    run = newest(root)
+    assert not read_metrics(run)
+    for log in (run / "logs").glob("*-?.log"):
+        assert writer_of(log.resolve()) is None, log
+
+
+def test_a_death_while_engines_start_is_named_too(root: Path) -> None:
+    options = "{role: rollout-1, when: run_start}"
+    with pytest.raises(PosttrainError, match="rollout-1 died"):
+        start(root, f"hooks=[{{name: '{KILLER}:Killer', options: {options}}}]", "rl.steps=200")
+    run = newest(root)
+    assert named_within(killed_at(run)) and gone(pids(run)) and not read_metrics(run)
 
 
 @pytest.mark.parametrize("when", ["trajectory_scored", "before_publish"])
@@ -235,6 +336,27 @@ def test_a_signal_to_the_driver_leaves_no_process(root: Path, number: int, code:
     assert gone([*pids(run), *(child.pid for child in family)])
     time.sleep(1.0 if number == signal.SIGKILL else 0.0)  # those who outlived it remove what it left
     assert not left_memory([driver.pid, *pids(run), *(child.pid for child in family)])
+
+
+@pytest.mark.parametrize("ready", ["logs/driver.log", "logs/roles.json"])
+def test_a_sigterm_during_the_start_leaves_no_process(root: Path, ready: str) -> None:
+    """Before anything is placed; while the ranks load the model."""
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "posttrain.cli", "train", *SMALL, "rl.steps=500", "--run", str(root)]
+    before, deadline = set(root.glob("cluster-grpo-*")), time.monotonic() + 180
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        while not ((run := new_run(root, before)) and (run / ready).exists()):
+            assert driver.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        driver.send_signal(signal.SIGTERM)
+        began = time.time()
+        driver.wait(60)
+    assert driver.returncode == 143 and named_within(began)
+    assert gone([child.pid for child in family])
+    assert not read_metrics(run) and not left_memory([driver.pid, *(child.pid for child in family)])
+    for log in (run / "logs").glob("*-?.log"):
+        assert writer_of(log.resolve()) is None, log
 
 
 def wait_for_step(root: Path, driver: subprocess.Popen[str], step: int) -> Path:

@@ -21,7 +21,7 @@ class Killer(posttrain.Hook):
         """Whom, when, and with what."""
 
         role: str
-        when: str  # before_publish, trajectory_scored, step_end
+        when: str  # run_start, before_publish, after_publish, trajectory_scored, step_end; checkpoint: while one is written
         step: int = 2
         number: int = 9
         after_s: float = 0.0  # later than the moment, from a thread
@@ -31,10 +31,16 @@ class Killer(posttrain.Hook):
         self._done = False
 
     def run_start(self, path: Any) -> None:
-        self._roles = Path(path) / "logs" / "roles.json"
+        self._run = Path(path)
+        if self.options.when == "checkpoint":
+            threading.Thread(target=self._at_checkpoint, daemon=True).start()
+        self._at("run_start", self.options.step)
 
     def before_publish(self, version: int) -> None:
         self._at("before_publish", version)
+
+    def after_publish(self, version: int) -> None:
+        self._at("after_publish", version)
 
     def trajectory_scored(self, step: int) -> None:
         self._at("trajectory_scored", step)
@@ -51,6 +57,13 @@ class Killer(posttrain.Hook):
         else:
             self._send()
 
+    def _at_checkpoint(self) -> None:
+        while not (self._run / "checkpoints" / f"tmp_step_{self.options.step}").exists():
+            time.sleep(0.001)
+        self._send()
+
     def _send(self) -> None:
         time.sleep(self.options.after_s)
-        os.kill(json.loads(self._roles.read_text())[self.options.role]["pid"], self.options.number)
+        pid = json.loads((self._run / "logs" / "roles.json").read_text())[self.options.role]["pid"]
+        (self._run / "killed").write_text(str(time.time()))
+        os.kill(pid, self.options.number)
