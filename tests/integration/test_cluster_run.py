@@ -108,8 +108,8 @@ def gone(which: list[int], within: float = 15.0) -> bool:
     return False
 
 
-NAMED_S = 15.0
-"""From a kill to the error that names it, with the end of all processes; heartbeats come every 2 s."""
+NAMED_S = 30.0
+"""From a kill to the error that names it, with the end of all processes: about two seconds, and a machine may be busy."""
 
 
 def named_within(killed: float, seconds: float = NAMED_S) -> bool:
