@@ -66,3 +66,17 @@ def test_completions_and_failures_come_as_the_engine_gives_them(monkeypatch: pyt
     with pytest.raises(OSError, match="gone"):
         asyncio.run(read(ASKED))
     assert not made._readers
+
+
+def test_an_engine_that_is_cancelled_within_leaves_no_reader_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def generate(requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        yield done(0)
+        raise asyncio.CancelledError
+
+    async def read() -> None:
+        async for _ in made.generate(ASKED):
+            pass
+
+    made = body(monkeypatch, generate)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(read(), 10.0))

@@ -20,29 +20,17 @@ from typing import Any
 from posttrain.plugins.discovery import discover
 from posttrain.plugins.functions import without_folders
 from posttrain.plugins.objects import PREFIX, held
-from posttrain.plugins.state import Keeper, source_digest, source_files, subject
+from posttrain.plugins.state import Identity, Keeper, source_digest, source_files
 
 SHOWN = 12
 """Digits of a digest in a message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """One plug-in of a run.
+class Origin(Identity):
+    """One plug-in of a run. functions: SHA-256 of the source of each function of a person that its options name, such as a
+    reward."""
 
-    kind, name              the plug-in, as in "envs" and "countdown"; of environments and hooks the label
-    distribution, version   what brought it; "" for a file or an object
-    class_name              `module:Class`
-    source                  SHA-256 of the files that define the class and its bases; "" when there are none
-    functions               SHA-256 of the source of each function of a person that its options name, such as a reward
-    """
-
-    kind: str
-    name: str
-    distribution: str
-    version: str
-    class_name: str
-    source: str
     functions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -55,15 +43,10 @@ class Origin:
         source = "" if keeper.cls.__module__ == "__main__" else source_digest(keeper.cls)
         return cls(keeper.kind, keeper.name, *_owner(keeper), keeper.class_name, source, functions)
 
-    @property
-    def subject(self) -> str:
-        """The plug-in and who it is from, as in a sentence."""
-        return subject(self.kind, self.name, f"{self.distribution} {self.version}" if self.distribution else self.class_name)
-
     def change_from(self, was: Origin) -> tuple[str, str] | None:
         """What differs, as it was and as it is; None when nothing does. A version speaks for the source that came with it."""
         if (was.distribution, was.version) != (self.distribution, self.version):
-            return was._owner, self._owner
+            return was.whose, self.whose
         pairs = []
         if was._qualname != self._qualname:  # not the module: a file that was imported otherwise is the same
             pairs.append((was.class_name, self.class_name))
@@ -75,10 +58,6 @@ class Origin:
                 name = without_folders(ref)
                 pairs.append((f"{name} {before[:SHOWN]}", f"{name} {digest[:SHOWN]}"))
         return (", ".join(old for old, _ in pairs), ", ".join(new for _, new in pairs)) if pairs else None
-
-    @property
-    def _owner(self) -> str:
-        return f"{self.distribution} {self.version}" if self.distribution else self.class_name
 
     @property
     def _qualname(self) -> str:

@@ -67,14 +67,13 @@ def digest(state: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
-    """The state of one plug-in in a checkpoint, and whose it was.
+class Identity:
+    """Which plug-in it is, and from whom, as a checkpoint says it.
 
     kind, name              the plug-in, as in "envs" and "countdown"; of environments and hooks the label
     distribution, version   what brought it; "" for a file or an object
     class_name              `module:Class`
     source                  SHA-256 of the files that define the class and its bases; "" when there are none
-    digest                  SHA-256 of the state
     """
 
     kind: str
@@ -83,17 +82,28 @@ class SavedState:
     version: str
     class_name: str
     source: str
+
+    @property
+    def whose(self) -> str:
+        """Who it is from."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.class_name
+
+    @property
+    def subject(self) -> str:
+        """The plug-in and who it is from, as in a sentence."""
+        return subject(self.kind, self.name, self.whose)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState(Identity):
+    """The state of one plug-in in a checkpoint, and whose it was. digest: SHA-256 of the state."""
+
     digest: str
     state: Any
 
     @property
     def intact(self) -> bool:
         return self.digest == digest(self.state)
-
-    @property
-    def subject(self) -> str:
-        """The plug-in and who it was from, as in a sentence."""
-        return subject(self.kind, self.name, f"{self.distribution} {self.version}" if self.distribution else self.class_name)
 
 
 class Keeper:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from posttrain.types import Completion, Request
     from posttrain.weights.publication import Publication
 
-Reader = asyncio.Queue["Completion | Exception | None"]
+Reader = asyncio.Queue["Completion | BaseException | None"]
 """What one call to `generate` gets: completions, and at last a failure or None."""
 
 
@@ -62,7 +62,7 @@ class RolloutBody:
         reading = asyncio.create_task(_read(self.engine.generate(requests), reader))
         try:
             while (item := await reader.get()) is not None:
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
@@ -117,5 +117,7 @@ async def _read(stream: AsyncIterator[Completion], reader: Reader) -> None:
         async for completion in stream:
             reader.put_nowait(completion)
         reader.put_nowait(None)
-    except Exception as exc:
+    except BaseException as exc:  # a cancellation from within the engine, too: nobody may wait for what has ended
         reader.put_nowait(exc)
+        if not isinstance(exc, Exception):
+            raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -171,6 +172,14 @@ class EngineContract:
         chi2 = float(((counts - 400 * expected) ** 2 / (400 * expected)).sum())
         degrees = len(counts) - 1
         assert chi2 < degrees + 6 * (2 * degrees) ** 0.5, f"400 draws do not follow the model's distribution: chi² {chi2:.0f}"
+
+    def test_only_the_samples_that_are_wanted_are_sampled(self, rig: Rig) -> None:
+        whole = ask("whole", n=4, seed=3, ignore_eos=True)
+        wanted = rig.generate(replace(whole, id="wanted", wanted=(1, 3)))
+        assert sorted(c.index for c in wanted) == [1, 3], "of a request with `wanted` other samples came: ask `Request.indices`"
+        alone = {c.index: c.token_ids for c in rig.generate(whole)}
+        for c in wanted:
+            assert c.token_ids == alone[c.index], "a sample depends on which others are wanted, not on its seed and index alone"
 
     def test_temperature_zero_takes_the_most_likely_token(self, rig: Rig) -> None:
         request = ask("greedy", temperature=0.0, ignore_eos=True)

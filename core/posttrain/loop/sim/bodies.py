@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import RunInterrupted, WaitExpired
-from posttrain.loop.sim.engine import Outbox, SimEngine
+from posttrain.loop.sim.engine import Outbox, SimEngine, delivered
 from posttrain.loop.sim.weights import SimLane
 from posttrain.rollout.body import RolloutBody
 from posttrain.rollout.replicas import RemoteLane, Replicas
@@ -41,14 +41,9 @@ class BodyEngine(SimEngine):
         outbox: Outbox = asyncio.Queue()
         samples = [sample for request in requests for sample in self.ask(request, outbox)]
         self.asked()
-        owed = {(sample.request.id, sample.index) for sample in samples}
         try:
-            while owed:
-                item = await outbox.get()
-                if isinstance(item, BaseException):
-                    raise item
-                owed.discard((item.request_id, item.index))
-                yield item
+            async for done in delivered(outbox, samples):
+                yield done
         finally:
             self.forget(samples)
 

@@ -27,6 +27,17 @@ SPEC = EngineSpec(model_path="", dtype="float32", max_model_len=1000, max_num_se
 Outbox = asyncio.Queue[Completion | BaseException]
 
 
+async def delivered(outbox: Outbox, samples: Sequence[Sample]) -> AsyncIterator[Completion]:
+    """What comes of these samples, until each has come; one may come twice."""
+    owed = {(sample.request.id, sample.index) for sample in samples}
+    while owed:
+        item = await outbox.get()
+        if isinstance(item, BaseException):
+            raise item
+        owed.discard((item.request_id, item.index))
+        yield item
+
+
 class Injected(RuntimeError):
     """Raised on purpose."""
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from posttrain.loop.sim.engine import Outbox, Sample, SimEngine
+from posttrain.loop.sim.engine import Outbox, Sample, SimEngine, delivered
 from posttrain.loop.sim.weights import SimLane
 from posttrain.types import Completion, Request
 
@@ -45,13 +45,8 @@ class SimFleet:
             if training := {request.id for request in requests if not request.id.startswith("validation")}:
                 self.asked |= training
                 self.dispatched(self.asked, sum(engine.training for engine in self.engines))
-            owed = {(sample.request.id, sample.index) for _, samples in asked for sample in samples}
-            while owed:
-                item = await outbox.get()
-                if isinstance(item, BaseException):
-                    raise item
-                owed.discard((item.request_id, item.index))
-                yield item
+            async for done in delivered(outbox, [sample for _, samples in asked for sample in samples]):
+                yield done
         finally:
             for engine, samples in asked:
                 engine.forget(samples)
