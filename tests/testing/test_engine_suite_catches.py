@@ -151,6 +151,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda rig, patch: patch.setattr(rig, "before_commit", None), r"commit gave None: raise WeightSyncError"),
     "test_every_sample_comes_back_once_and_whole": (
         replies(lambda c: None if c.index == 2 else c), r"not n completions of each request"),
+    "test_only_the_samples_that_are_wanted_are_sampled": (
+        asked(lambda r: replace(r, wanted=None)), r"with `wanted` other samples came: ask `Request.indices`"),
     "test_logprobs_are_those_of_the_distribution_sampled_from": (
         replies(lambda c: replace(c, logprobs=[p - 0.01 for p in c.logprobs])), r"off by 0.01 nats: .* logits / temperature"),
     "test_draws_follow_the_distribution": (
