@@ -82,7 +82,7 @@ def main() -> None:
     rollout, train, sync = (median(0, f"time/{name}_s") for name in ("rollout", "train", "sync"))
     print(f"synchronous    step {step[0]:.3f} s = rollout {rollout:.3f} + train {train:.3f} + sync {sync:.3f} + rest")
     print(f"one step ahead step {step[1]:.3f} s, staleness {median(1, 'staleness/mean'):.2f}")
-    print(f"ahead / max(rollout, train) = {step[1] / max(rollout, train):.2f}     ahead / synchronous = {step[1] / step[0]:.2f}")
+    print(f"ahead / max(rollout, train) = {step[1] / max(rollout, train):.3f}     ahead / synchronous = {step[1] / step[0]:.2f}")
 
 
 if __name__ == "__main__":

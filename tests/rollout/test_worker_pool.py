@@ -166,3 +166,14 @@ def test_a_pool_that_starts_in_part_leaves_no_process(monkeypatch: pytest.Monkey
             os.kill(pid, 0)
 
     asyncio.run(main())
+
+
+def test_a_worker_shares_a_core_fairly_and_hears_no_interrupt_of_the_terminal() -> None:
+    """Linux shares a core by sessions (autogroups): a worker in one of its own waited for 3.9 s beside a busy engine."""
+
+    async def work(scorer: Scorer) -> None:
+        session, leads = await outcomes(scorer, "float(os.getsid(0))", "float(os.getpgid(0) == os.getpid())")
+        assert session == os.getsid(0), "a session of its own"
+        assert leads == 1.0, "an interrupt would reach it, and ending it would not end what it started"
+
+    hosted(work)

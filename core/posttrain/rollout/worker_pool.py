@@ -80,7 +80,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,  # not a session: Linux shares a core by them, and one beside a busy engine waited for seconds
             )
             unused.pop_all()
         worker = cls(number, process)
