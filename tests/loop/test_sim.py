@@ -139,6 +139,29 @@ def test_nothing_runs_in_a_process_that_was_killed():
     assert done == before and "thread" not in done
 
 
+def test_what_a_dead_process_left_ends_in_the_order_in_which_it_began():
+    """Not in that of a set of tasks, which is that of their addresses: a replay must be the same run."""
+    loop, ended, kept = VirtualLoop(kill_at=3), list[int](), list[object]()
+
+    async def one(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    async def all_of_them() -> None:
+        tasks = []
+        for number in range(100):
+            kept.append([object()] * number)
+            tasks.append(asyncio.create_task(one(number)))
+        await asyncio.gather(*tasks)
+
+    with pytest.raises(Killed):
+        loop.run_until_complete(all_of_them())
+    loop.bury()
+    assert ended == list(range(100))
+
+
 def test_what_is_ready_runs_in_an_order_of_the_seed():
     def order(seed: int | None) -> list[int]:
         found: list[int] = []

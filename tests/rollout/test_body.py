@@ -51,6 +51,33 @@ def test_who_reads_from_a_lane_that_is_dropped_is_told(monkeypatch: pytest.Monke
     assert asyncio.run(read()) == [0] and closed == [True]
 
 
+def test_readers_are_told_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated run is replayed from its seed alone: nothing may depend on where objects lie in memory."""
+
+    async def generate(requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        await asyncio.Event().wait()
+        yield done(0)
+
+    async def read(number: int) -> None:
+        with pytest.raises(WeightSyncError):
+            await anext(made.generate(ASKED))
+        told.append(number)
+
+    async def main() -> None:
+        readers = []
+        for number in range(60):
+            kept.append([object()] * number)
+            readers.append(asyncio.ensure_future(read(number)))
+            await asyncio.sleep(0)
+        await made.invalidate("dropped")
+        await asyncio.gather(*readers)
+
+    told, kept = list[int](), list[object]()
+    made = body(monkeypatch, generate)
+    asyncio.run(main())
+    assert told == list(range(60))
+
+
 def test_completions_and_failures_come_as_the_engine_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async def generate(requests: Sequence[Request]) -> AsyncIterator[Completion]:
         yield done(0)

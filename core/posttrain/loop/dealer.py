@@ -57,7 +57,7 @@ class InStep:
     def __init__(self, engine: Generates, episodes: int) -> None:
         self._engine, self._left = engine, episodes
         self._wanted: dict[Place, tuple[Request, asyncio.Future[Completion]]] = {}
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: dict[asyncio.Task[None], None] = {}
 
     async def next(self, request: Request, place: Place) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -80,8 +80,8 @@ class InStep:
         if self._wanted and len(self._wanted) == self._left:
             wanted, self._wanted = self._wanted, {}
             task = asyncio.create_task(self._ask(wanted), name="next turns")
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self._asking[task] = None
+            task.add_done_callback(self._asking.pop)
 
     async def _ask(self, wanted: dict[Place, tuple[Request, asyncio.Future[Completion]]]) -> None:
         requests = [wanted[place][0] for place in sorted(wanted)]

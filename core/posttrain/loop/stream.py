@@ -43,7 +43,7 @@ class Stream:
         self._samples = desk.config.rl.group_size
         self._ahead, self._limit = desk.config.rollout.max_async_rollout, desk.config.rollout.max_off_policy_steps
         self._arrived: dict[int, Round] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._taken, self._extra = len(self._given), 0
         self._free = asyncio.Event()
         self._last_generated = 0.0
@@ -58,9 +58,10 @@ class Stream:
         delivering = asyncio.create_task(self._deliver(), name="weights loop")
         dispatching = asyncio.create_task(self._dispatch(), name="rollouts loop")
         try:
-            done, _ = await asyncio.wait({delivering, dispatching}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait({delivering, dispatching}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (delivering, dispatching):
+                if task.done():
+                    task.result()
         finally:
             flying = list(self.flights.open.values())
             for task in (delivering, dispatching, *self._tasks):
@@ -129,8 +130,8 @@ class Stream:
             self._taken += 1
             flight = self.flights.begin(draw, self._samples, self.desk.versions.delivered)
             task = asyncio.create_task(self._fly(flight), name=f"flight {draw.index}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
 
     async def _deliver(self) -> None:
         """Bring the engines to the newest version again and again; older ones in between without validation are passed over."""

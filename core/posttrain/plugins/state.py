@@ -21,7 +21,7 @@ import json
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -181,8 +181,9 @@ class Keeper:
         return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
+@lru_cache(maxsize=256)
 def source_digest(cls: type) -> str:
-    """SHA-256 of the `source_files` of a class; "" for none."""
+    """SHA-256 of the `source_files` of a class, as they were when it was first asked for: what runs; "" for none."""
     files = source_files(cls)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
 

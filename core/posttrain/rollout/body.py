@@ -46,7 +46,7 @@ class RolloutBody:
         self.engine: Engine = plugins.build("engines", engine, dict(options), where="rollout.options", spec=spec)
         end = plugins.build("transports", transport, dict(transport_options or {}), where="weights.options")
         self.receiver = Receiver(self.engine, end, name=name, number=number, compare_bytes=compare_bytes)
-        self._readers: set[Reader] = set()
+        self._readers: dict[Reader, None] = {}
 
     async def start(self) -> None:
         """Bring the engine up with placeholder weights, after the transport: that is quick. Raises EngineStartError and
@@ -58,7 +58,7 @@ class RolloutBody:
         """Every completion as it finishes. Raises WeightSyncError (code `lane-invalid`) when the lane is dropped meanwhile: an
         engine that was left paused, or half updated, may never come to the end of what it has begun."""
         reader: Reader = asyncio.Queue()
-        self._readers.add(reader)
+        self._readers[reader] = None
         reading = asyncio.create_task(_read(self.engine.generate(requests), reader))
         try:
             while (item := await reader.get()) is not None:
@@ -66,7 +66,7 @@ class RolloutBody:
                     raise item
                 yield item
         finally:
-            self._readers.discard(reader)
+            del self._readers[reader]
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 

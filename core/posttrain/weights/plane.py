@@ -258,7 +258,7 @@ class WeightPlane:
         finally:
             for task in tasks:
                 abandon(task)
-        origin = self._record(first(failures_of(done)))
+        origin = self._record(first(failures_of(task for task in tasks if task in done)))
         failed = next(lane for task, lane in tasks.items() if task in done and failures_of([task]) == [origin])
         return failed, origin, answered
 

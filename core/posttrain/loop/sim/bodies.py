@@ -55,7 +55,7 @@ class BodyEngine(SimEngine):
 class _Body(RolloutBody):
     def __init__(self, engine: SimEngine, receiver: SimLane) -> None:
         self.engine, self.receiver = engine, receiver
-        self._readers = set()
+        self._readers = {}
 
 
 class _Process:

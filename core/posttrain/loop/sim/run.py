@@ -24,6 +24,8 @@ from posttrain.loop.sim.trace import Trace
 from posttrain.loop.sim.world import World
 
 MOST_LIVES = 15
+PROGRESS_S = 1.0
+"""How often a body says where it is, virtual seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ def _no_memory(folder: Path) -> list[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Rewards fail by the dozen here, what is killed has coroutines that were never begun, and no lane has memory to sweep."""
+    """Rewards fail by the dozen here, what is killed has coroutines that were never begun, no lane has memory to sweep, a body
+    need not say twenty times in a virtual second where it is."""
     log = logging.getLogger("posttrain.rewards")
     before, log.disabled = log.disabled, True
     try:
@@ -132,6 +135,7 @@ def _quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             mock.patch("posttrain.weights.plane.sweep", _no_memory),
             mock.patch("posttrain.weights.receiver.sweep", _no_memory),
+            mock.patch("posttrain.weights.deadline.PROGRESS_S", PROGRESS_S),
         ):
             warnings.simplefilter("ignore", RuntimeWarning)
             yield

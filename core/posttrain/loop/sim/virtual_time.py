@@ -46,7 +46,8 @@ class _Handle:
 class VirtualLoop(asyncio.BaseEventLoop):
     """`now`: virtual seconds since it began.   `turns`: how often it has run what was ready.
 
-    Its queues are its own, which are faster than asyncio's: no file, no socket and no thread can wake it.
+    Its queues are its own, which are faster than asyncio's: no file, no socket and no thread can wake it. It knows its tasks in
+    the order in which they were made: asyncio has a set of them, whose order changes with their addresses.
 
     takes: virtual seconds of a thread, by the name of its function   kill_at: the turn in which the process dies
     most_turns, most_seconds: raise Stuck beyond
@@ -72,6 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._due: deque[_Handle] = deque()
         self._later: list[tuple[float, int, _Handle]] = []
         self._timers = 0
+        self._tasks: list[asyncio.Task[Any]] = []
         self._stopping: bool  # asyncio's
         super().__init__()
 
@@ -119,7 +121,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def settle(self, seconds: float) -> list[asyncio.Task[Any]]:
         """Let what was cancelled and left behind end. Returns the tasks that have not."""
         self._kill_at = math.inf
-        if tasks := asyncio.all_tasks(self):
+        if tasks := self._unfinished():
             self.run_until_complete(asyncio.wait(tasks, timeout=seconds))
         return [task for task in tasks if not task.done()]
 
@@ -127,7 +129,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """End what a dead process left behind, so that none of it runs later."""
         self.dead, self._kill_at, self._most_turns, self._most_seconds = True, math.inf, self.turns + 10_000, math.inf
         self.set_exception_handler(lambda loop, context: None)
-        tasks = asyncio.all_tasks(self)
+        tasks = self._unfinished()
         for task in tasks:
             task.cancel()
         try:
@@ -140,8 +142,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
             self.close()
 
+    def create_task(self, *args: Any, **options: Any) -> asyncio.Task[Any]:
+        self._tasks.append(task := super().create_task(*args, **options))
+        return task
+
+    def _unfinished(self) -> list[asyncio.Task[Any]]:
+        return [task for task in self._tasks if not task.done()]
+
     def close(self) -> None:
         super().close()
+        self._tasks.clear()
         self._due.clear()
         self._later.clear()
 
