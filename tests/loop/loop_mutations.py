@@ -25,13 +25,13 @@ from posttrain.rollout.replicas import Replicas
 from posttrain.weights.plane import WeightPlane
 from posttrain.weights.receiver import Receiver
 
-MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {}
-"""By name: the commit order to look under, and the context."""
+MUTATIONS: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {}
+"""By name: the worlds to look in, as options of `World.of`, and the context."""
 
 
-def mutation(order: str) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
+def mutation(order: str, ahead: int | None = None) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     def register(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-        MUTATIONS[function.__name__] = (order, contextmanager(function))
+        MUTATIONS[function.__name__] = ({"order": order, "ahead": ahead}, contextmanager(function))
         return function
 
     return register
@@ -102,7 +102,7 @@ def a_checkpoint_is_valid_before_the_cohorts_in_flight_are_complete() -> Iterato
         yield
 
 
-@mutation("logical")
+@mutation("logical", ahead=3)  # a later cohort must be trained on while a checkpoint waits for one that is later still
 def cohorts_that_a_checkpoint_waits_for_are_forgotten() -> Iterator[None]:
     def trained(original: Any, self: Cohorts, step: int, ended: Any) -> None:
         self._cutting.clear()

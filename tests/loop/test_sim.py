@@ -40,9 +40,9 @@ def test_no_schedule_breaks_a_law(part):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_race_that_is_put_back_is_found(name):
-    order, mutated = MUTATIONS[name]
+    where, mutated = MUTATIONS[name]
     with mutated():
-        assert any(simulate(World.of(seed, order=order)).problem for seed in range(MOST)), f"{name} survived {MOST} seeds"
+        assert any(simulate(World.of(seed, **where)).problem for seed in range(MOST)), f"{name} survived {MOST} seeds"
 
 
 def test_a_seed_replays_to_the_letter():

@@ -112,8 +112,7 @@ class SimRemote:
                 value = await getattr(process.body, method)(*args)
             except Exception as exc:
                 failure = exc
-            await asyncio.sleep(self._delay())
-            settle(value, failure)
+            asyncio.get_running_loop().call_later(self._delay(), settle, value, failure)
 
         self._begin(process, work, lambda: settle(None, self._died()))
         try:
@@ -125,15 +124,19 @@ class SimRemote:
         process, items = self.process, asyncio.Queue[tuple[bool, Any]]()
 
         async def work() -> None:
-            last: Any = None
+            loop, last, at = asyncio.get_running_loop(), None, 0.0
+
+            def send(ended: bool, value: Any) -> None:
+                nonlocal at
+                at = max(at, loop.time()) + self._delay()  # in the order in which they were sent
+                loop.call_at(at, items.put_nowait, (ended, value))
+
             try:
                 async for value in getattr(process.body, method)(*args):
-                    await asyncio.sleep(self._delay())
-                    items.put_nowait((False, value))
+                    send(False, value)
             except Exception as exc:
                 last = exc
-            await asyncio.sleep(self._delay())
-            items.put_nowait((True, last))
+            send(True, last)
 
         self._begin(process, work, lambda: items.put_nowait((True, self._died())))
         while True:
