@@ -14,7 +14,7 @@ help:
 	@echo "make demo    a tiny model learns arithmetic by GRPO on this machine"
 	@echo "make test    linter, type checker and all tests"
 	@echo "make test-adapters   what does not resolve beside .venv (Trackio, verifiers), tested in an environment of its own"
-	@echo "make kills   real runs, killed ten times and resumed: nothing is lost, nothing comes twice (half an hour)"
+	@echo "make kills   real runs, killed ten times and resumed, and more ways to die than make test has (half an hour)"
 	@echo "make bench   the benchmarks of docs/benchmarks.md"
 	@echo "make docs    the documentation as a static site in site/"
 
@@ -39,10 +39,10 @@ unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile tests --ignore=tests/integration --ignore=tests/benchmarks --ignore=tests/adapters --ignore=tests/kills
 
 integration: setup
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest tests/integration -m "not kills"
 
 kills: setup
-	$(BIN)/pytest tests/kills
+	$(BIN)/pytest tests/kills tests/integration -m kills
 
 ADAPTERS := .venv-adapters
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))

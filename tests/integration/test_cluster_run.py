@@ -178,13 +178,18 @@ def test_it_goes_on_from_its_checkpoint_on_another_number_of_ranks(root: Path, w
     assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-3)
 
 
+def also(*values: Any) -> Any:
+    """Another case of what is tested here already: with `make kills`."""
+    return pytest.param(*values, marks=pytest.mark.kills)
+
+
 FAULTS = [
     ("policy-0", "trajectory_scored", 9, "policy-0 died"),
-    ("policy-1", "before_publish", 9, "policy-1 died"),
+    also("policy-1", "before_publish", 9, "policy-1 died"),
     ("policy-1", "step_end", 19, "policy-1 has not answered"),
-    ("rollout-0", "trajectory_scored", 9, "rollout-0 died"),
+    also("rollout-0", "trajectory_scored", 9, "rollout-0 died"),
     ("rollout-1", "before_publish", 9, "rollout-1 died"),
-    ("rollout-1", "trajectory_scored", 19, "rollout-1 has not answered"),
+    also("rollout-1", "trajectory_scored", 19, "rollout-1 has not answered"),
 ]
 
 
@@ -207,7 +212,7 @@ def test_a_dead_or_stuck_role_ends_the_run_with_its_name(root: Path, role: str, 
 
 @pytest.mark.parametrize(
     ("role", "when", "after_s"),
-    [("policy-0", "trajectory_scored", 0.3), ("policy-1", "before_publish", 0.05), ("rollout-1", "before_publish", 0.1)],
+    [("policy-0", "trajectory_scored", 0.3), also("policy-1", "before_publish", 0.05), also("rollout-1", "before_publish", 0.1)],
 )
 def test_a_death_at_any_other_moment_is_named_too(root: Path, role: str, when: str, after_s: float) -> None:
     """In optimizer steps, while weights are staged or applied: whatever the run was doing then."""
@@ -219,7 +224,7 @@ def test_a_death_at_any_other_moment_is_named_too(root: Path, role: str, when: s
     assert gone(pids(newest(root)))
 
 
-@pytest.mark.parametrize("role", ["policy-1", "rollout-1"])
+@pytest.mark.parametrize("role", [also("policy-1"), "rollout-1"])
 def test_a_death_during_a_validation_is_named_too(root: Path, role: str) -> None:
     options = f"{{role: {role}, when: after_publish, step: 1, after_s: 0.1}}"
     long = ["validation.prompts=256", "validation.every=1", "checkpoint.every=0"]
@@ -233,7 +238,7 @@ def test_a_death_during_a_validation_is_named_too(root: Path, role: str) -> None
     assert gone(pids(run)) and not left_memory(pids(run))
 
 
-@pytest.mark.parametrize("role", ["policy-1", "rollout-0"])
+@pytest.mark.parametrize("role", ["policy-1", also("rollout-0")])
 def test_a_death_while_a_checkpoint_is_written_is_named_too(root: Path, role: str) -> None:
     """One that a rank has no part in any more is whole or absent, never half; and the one before is there."""
     options = f"{{role: {role}, when: checkpoint, step: 2}}"
@@ -262,7 +267,8 @@ def new_run(root: Path, before: set[Path]) -> Path | None:
 
 
 @pytest.mark.parametrize(
-    ("role", "ready"), [("policy-1", "logs/policy-1.log"), ("policy-0", "logs/roles.json"), ("rollout-1", "logs/rollout-1.log")]
+    ("role", "ready"),
+    [also("policy-1", "logs/policy-1.log"), ("policy-0", "logs/roles.json"), also("rollout-1", "logs/rollout-1.log")],
 )
 def test_a_death_during_the_start_is_named_too(root: Path, role: str, ready: str) -> None:
     """While a role begins, of which only its log is known; while the ranks load the model."""
@@ -299,7 +305,7 @@ def test_a_death_while_engines_start_is_named_too(root: Path) -> None:
     assert named_within(killed_at(run)) and gone(pids(run)) and not read_metrics(run)
 
 
-@pytest.mark.parametrize("when", ["trajectory_scored", "before_publish"])
+@pytest.mark.parametrize("when", ["trajectory_scored", also("before_publish")])
 def test_a_dead_replica_is_replaced_where_the_config_says_so(root: Path, whole: Any, when: str) -> None:
     """Its prompts go to the other one with the same seeds, so that the run's numbers are those of the undisturbed one."""
     options = f"{{role: rollout-0, when: {when}, step: 2}}"
@@ -322,7 +328,7 @@ def test_a_run_that_needs_more_than_the_cluster_has_ends_before_anything_loads(r
         start(root, "grid.shapes.rollout=[4,1]", "rl.batch_per_replica=32")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), also(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_driver_leaves_no_process(root: Path, number: int, code: int) -> None:
     """With a cluster of its own, which has to go too."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -338,7 +344,7 @@ def test_a_signal_to_the_driver_leaves_no_process(root: Path, number: int, code:
     assert not left_memory([driver.pid, *pids(run), *(child.pid for child in family)])
 
 
-@pytest.mark.parametrize("ready", ["logs/driver.log", "logs/roles.json"])
+@pytest.mark.parametrize("ready", [also("logs/driver.log"), "logs/roles.json"])
 def test_a_sigterm_during_the_start_leaves_no_process(root: Path, ready: str) -> None:
     """Before anything is placed; while the ranks load the model."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}

@@ -395,6 +395,7 @@ class Worker:
         try:
             self._connection.send((self._serial, method, args, kwargs))
         except OSError as exc:
+            self._calls.pop(self._serial, None)  # told here; nobody asks the future
             raise WeightSyncError(f"{self.name} is dead") from exc
         return await future
 
