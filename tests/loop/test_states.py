@@ -21,7 +21,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller
 from posttrain.loop.states import load, save, training_keepers
 from posttrain.plugins import resolve
-from posttrain.plugins.state import Keeper, SavedState, plain
+from posttrain.plugins.state import Keeper, SavedState, plain, source_digest
 from posttrain.testing import AlgorithmContract, EnvContract
 from posttrain.testing.tiny_model import write_tiny_model
 from posttrain.tracking.metrics import read_metrics
@@ -316,6 +316,8 @@ def test_a_changed_source_is_said(posttrain_plugins: Any) -> None:
     saved = [keeper.saved({})]
     assert load([], [keeper], saved, Path()) == ({"mine": {}}, [])
     (where / "state_source.py").write_text(source + "# better\n")
+    assert load([], [keeper], saved, Path())[1] == [], "what runs is what was loaded, whatever the file has become"
+    source_digest.cache_clear()  # another process
     assert load([], [keeper], saved, Path())[1] == [
         "hook 'mine' (acme-hooks 1.0) goes on from the checkpoint, but its source is not the one that saved its state"
     ]

@@ -18,7 +18,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop.states import changed
 from posttrain.plugins import resolve
 from posttrain.plugins.origin import Origin
-from posttrain.plugins.state import Keeper
+from posttrain.plugins.state import Keeper, source_digest
 from posttrain.testing.tiny_model import write_tiny_model
 
 ENVIRONMENT = """
@@ -146,6 +146,7 @@ def test_an_edited_or_upgraded_package_is_said(posttrain_plugins: Any) -> None:
     was = Origin.of(keeper)
     assert changed([Origin.of(keeper)], [was], []) == ({}, [])
     (where / "origin_source.py").write_text(SOURCE + "# better\n")
+    source_digest.cache_clear()  # another process
     now, who = Origin.of(keeper), "hook 'mine' (acme-hooks 1.0)"
     found, (line,) = changed([now], [was], [])
     assert list(found) == [who] and line.startswith(f"{who} goes on from the checkpoint, but it has changed: source ")
