@@ -12,7 +12,7 @@ READY := $(VENV)/.ready-$(shell cat $(INPUTS) | cksum | cut -d' ' -f1)
 help:
 	@echo "make setup   create .venv from requirements/cpu.txt"
 	@echo "make demo    a tiny model learns arithmetic by GRPO on this machine"
-	@echo "make test    linter, type checker and all tests"
+	@echo "make test    linter, type checker and all tests but those of make kills"
 	@echo "make test-adapters   what does not resolve beside .venv (Trackio, verifiers), tested in an environment of its own"
 	@echo "make kills   real runs, killed ten times and resumed, and more ways to die than make test has (half an hour)"
 	@echo "make bench   the benchmarks of docs/benchmarks.md"
