@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import resource
 import subprocess
 import sys
 
@@ -170,22 +169,14 @@ def test_show_calls_the_tracker(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"], ["experiments", "list"], ["train", "--help"]])
-def test_looking_is_fast_and_light(arguments) -> None:
+def test_looking_imports_nothing_heavy_and_little_at_all(arguments) -> None:
+    # Modules are counted, not seconds: they are what the time goes into, and a slow disk does not change them.
     code = (
         "import sys; from posttrain.cli.main import main; code = main(sys.argv[1:])\n"
         "heavy = {'torch', 'hydra', 'omegaconf', 'vllm', 'ray', 'transformers', 'numpy'} & set(sys.modules)\n"
-        "print(heavy, file=sys.stderr); sys.exit(code)"
+        "print(len(sys.modules), heavy, file=sys.stderr); sys.exit(code)"
     )
-
-    def spent(*command: str) -> tuple[float, list[str]]:
-        """Processor time, which other work on the machine does not stretch as much, and the last line of the output."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", *command], capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stderr.splitlines()[-1:]
-
-    runs = [(spent("import argparse, json"), spent(code, *arguments)) for _ in range(3)]
-    assert {tuple(said) for _, (_, said) in runs} == {("set()",)}
-    least, looking = (min(run[which][0] for run in runs) for which in (0, 1))
-    assert looking < 20 * least, f"{looking:.2f} s, where Python itself takes {least:.2f} s"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done
+    modules, heavy = done.stderr.splitlines()[-1].split(maxsplit=1)
+    assert heavy == "set()" and int(modules) < 300, f"{modules} modules, {heavy}"

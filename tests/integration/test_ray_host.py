@@ -127,7 +127,7 @@ def test_an_error_that_cannot_be_pickled_arrives_without_what_holds_it_back(toy:
 
 def test_a_heartbeat_is_answered_while_the_role_computes(toy: Any) -> None:
     async def both() -> tuple[float, tuple[Any, ...]]:
-        nap = asyncio.ensure_future(toy.call("nap", 1.0, timeout=10))
+        nap = asyncio.ensure_future(toy.call("nap", 4.0, timeout=20))
         await asyncio.sleep(0.3)
         began = time.monotonic()
         beat = await toy.beat(5)
@@ -136,7 +136,7 @@ def test_a_heartbeat_is_answered_while_the_role_computes(toy: Any) -> None:
         return took, beat.busy
 
     took, busy = asyncio.run(both())
-    assert took < 0.5 and busy[0][0] == "nap"
+    assert took < 3 and busy[0][0] == "nap"
 
 
 def test_a_late_call_is_named_with_the_stacks_of_the_role(toy: Any) -> None:

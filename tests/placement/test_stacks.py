@@ -84,8 +84,8 @@ def test_a_process_says_where_all_its_threads_are_as_often_as_it_is_asked(start)
     pid = start(ASKED).pid
     for _ in range(2):
         began = time.monotonic()
-        (text,) = asyncio.run(stacks.ask([pid], timeout=5)).values()
-        assert time.monotonic() - began < 1
+        (text,) = asyncio.run(stacks.ask([pid], timeout=9)).values()
+        assert time.monotonic() - began < 8
         assert text.count("(most recent call first)") == 2 and "in in_a_thread" in text and "in <module>" in text
 
 
@@ -96,8 +96,8 @@ def test_one_that_is_stopped_one_that_has_ended_and_one_that_cannot_be_asked_are
     gone.kill()
     gone.wait()
     began = time.monotonic()
-    found = asyncio.run(stacks.ask([stopped.pid, deaf.pid, gone.pid, asked.pid], timeout=0.5))
-    assert time.monotonic() - began < 1
+    found = asyncio.run(stacks.ask([stopped.pid, deaf.pid, gone.pid, asked.pid], timeout=3))
+    assert time.monotonic() - began < 6, "one after another"
     assert found[stopped.pid] == "silent: its process is stopped" and found[gone.pid] == "silent: it has ended"
     assert found[deaf.pid] == "silent: it does not answer the signal" and "in in_a_thread" in found[asked.pid]
     assert deaf.poll() is None  # the signal would have ended it
