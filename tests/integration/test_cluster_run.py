@@ -27,7 +27,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop.run import train
 from posttrain.tracking.metrics import read_metrics, read_validation
 from posttrain.tracking.rollouts import read_rollouts
-from posttrain.weights.memory import owner_of
+from posttrain.weights.shared_files import owner_of
 
 KILLER = Path(__file__).parent.parent / "placement" / "killer_hook.py"
 HEARTBEAT_S = 15

@@ -363,9 +363,12 @@ class Matrix:
                 self.helpers |= set(psutil.Process(peer.pid).children(recursive=True))
 
 
+GONE = "its process died|the process that served it died|the peer disconnected"
+"""What a lane says first, by where in a pull the death meets it."""
+
 FIRST = {
     ("publish", "raise"): "RuntimeError: injected fault",
-    ("publish", "die"): r"ended by signal 9|SystemExit: injected death|its process died",
+    ("publish", "die"): rf"ended by signal 9|SystemExit: injected death|{GONE}",
     ("publish", "stall"): r"not (written|digested) within \S+ s",
     ("publish", "corrupt"): "arrived damaged",
     ("publish", "wrong epoch"): "arrived damaged",
@@ -376,7 +379,7 @@ FIRST = {
     ("stage", "corrupt"): "arrived damaged",
     ("stage", "wrong epoch"): r"epoch \d+ lacks",
     ("stage", "partial"): "arrived damaged",
-    ("stage", "owner dies"): r"its process died|ended by signal 9|is not in this process",
+    ("stage", "owner dies"): rf"ended by signal 9|is not in this process|{GONE}",
     ("apply", "raise"): "RuntimeError: injected fault",
     ("apply", "die"): r"ended by signal 9|its task was cancelled",
     ("apply", "stall"): r"not applied within \S+ s",

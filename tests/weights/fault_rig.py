@@ -21,12 +21,12 @@ from weight_toys import LAYERS, ToyEngine, logprobs, says, trained
 from posttrain.errors import WeightSyncError
 from posttrain.policy.sharding import chunk, fsdp_shards
 from posttrain.weights.inproc import InprocTransport
-from posttrain.weights.memory import owner_of, shared_folder
 from posttrain.weights.owner import ProcessId, end_with
 from posttrain.weights.progress import WORD
 from posttrain.weights.publication import LocalWeight, Publication, PublicationPool, nobody
 from posttrain.weights.publisher import LocalPublisher
 from posttrain.weights.receiver import Receiver
+from posttrain.weights.shared_files import owner_of, shared_folder
 from posttrain.weights.shm import ShmTransport
 from posttrain.weights.transport import Transport
 
@@ -396,7 +396,9 @@ class Worker:
             self._connection.send((self._serial, method, args, kwargs))
         except OSError as exc:
             self._calls.pop(self._serial, None)  # told here; nobody asks the future
-            raise WeightSyncError(f"{self.name} is dead") from exc
+            process = self.process
+            await asyncio.to_thread(process.join, 5)  # the pipe is closed before it has ended
+            raise self._died(process) from exc
         return await future
 
     def _read(self, connection: Any, calls: dict[int, asyncio.Future[Any]], process: Any) -> None:
@@ -413,7 +415,10 @@ class Worker:
                 self._settle(calls.pop(number), value, exc)
         process.join(5)
         for future in list(calls.values()):
-            self._settle(future, None, WeightSyncError(f"{self.name} died: its process was ended by signal {-process.exitcode}"))
+            self._settle(future, None, self._died(process))
+
+    def _died(self, process: Any) -> WeightSyncError:
+        return WeightSyncError(f"{self.name} died: its process was ended by signal {-process.exitcode}")
 
     async def publish(self, version: int, opened: Any) -> Any:
         self._opened = opened

@@ -32,13 +32,14 @@ from weight_toys import ToyEngine, trained
 from posttrain.errors import WeightSyncError
 from posttrain.weights import nixl
 from posttrain.weights.failure import PeerFailure
-from posttrain.weights.memory import Region, owner_of, private_region, shared_folder, sweep
+from posttrain.weights.memory import Region, private_region
 from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.nixl_process import NixlProcess
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.plan import Bucket
 from posttrain.weights.publication import complete_digests
 from posttrain.weights.receiver import Receiver
+from posttrain.weights.shared_files import owner_of, shared_folder, sweep
 from posttrain.weights.transport import views
 
 FIRST, MIDDLE, LAST = 0, 3, 5
@@ -363,6 +364,11 @@ def test_neither_nixl_nor_ucx_writes_to_the_screen(
     said = [record.getMessage() for record in caplog.records]
     assert any("nixl_agent.cpp" in line for line in said)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_nixl_process_is_small(publisher: Policy) -> None:
+    mapped = Path(f"/proc/{publisher.server.pid}/maps").read_text()
+    assert "nixl" in mapped and "libtorch" not in mapped
 
 
 def test_a_nixl_process_that_does_not_start_is_ended() -> None:

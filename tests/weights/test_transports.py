@@ -10,8 +10,10 @@ import torch
 
 from posttrain.errors import WeightSyncError
 from posttrain.testing.transport_contract import TransportContract
-from posttrain.weights import memory
-from posttrain.weights.memory import attach, shared_region, sweep
+from posttrain.weights import shared_files
+from posttrain.weights.memory import attach, copy, shared_region
+from posttrain.weights.owner import ProcessId, pid_namespace
+from posttrain.weights.shared_files import shared_folder, sweep
 from posttrain.weights.shm import ShmTransport
 
 
@@ -63,29 +65,29 @@ def test_memory_of_a_dead_owner_is_swept_and_that_of_a_living_one_kept():
     code = "import os; from posttrain.weights.memory import shared_region as r; m = r(8); print(m.path, flush=True); os._exit(9)"
     orphan = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
     assert orphan.exists(), "an owner that is killed cannot unlink"
-    assert orphan in sweep(memory.shared_folder())
+    assert orphan in sweep(shared_folder())
     assert not orphan.exists() and Path(mine.path).exists()
     mine.release()
 
 
 def test_memory_of_another_pid_namespace_is_left_alone(tmp_path, monkeypatch):
     """Containers that share /dev/shm: a pid of the other one looks dead here, or is somebody else."""
-    folder, dead, mine = tmp_path, "999999999.1", memory.ProcessId.current()
-    monkeypatch.setattr(memory, "shared_folder", lambda: folder)
-    here = memory.pid_namespace()
+    folder, dead, mine = tmp_path, "999999999.1", ProcessId.current()
+    monkeypatch.setattr(shared_files, "shared_folder", lambda: folder)
+    here = pid_namespace()
     foreign = [folder / f"posttrain-{namespace}-{owner}-0" for namespace in (f"1{here}", "2") for owner in (dead, mine)]
     unknown = [folder / name for name in (f"posttrain-{dead}-0", f"posttrain-{here}-0", "posttrain-", f"posttrain-{here}-x-0")]
     orphan, own = folder / f"posttrain-{here}-{dead}-0", folder / f"posttrain-{here}-{mine}-0"
     for path in (*foreign, *unknown, orphan, own):
         path.touch()
     assert sweep() == [orphan]
-    memory.release_own()
+    shared_files.release_own()
     assert set(folder.iterdir()) == {*foreign, *unknown}
 
 
 def test_shared_memory_is_named_after_its_owner_in_its_namespace():
     region = shared_region(8)
-    assert memory.owner_of(Path(region.path)) == memory.ProcessId.current()
+    assert shared_files.owner_of(Path(region.path)) == ProcessId.current()
     assert Path(region.path).name.startswith(f"posttrain-{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}.")
     region.release()
 
@@ -100,9 +102,30 @@ def test_too_small_shared_memory_is_said_at_once_with_its_fix(monkeypatch):
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(memory.os, "posix_fallocate", full)
-    before = set(memory.shared_folder().glob("posttrain-*"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = set(shared_folder().glob("posttrain-*"))
     with pytest.raises(WeightSyncError, match="the weights need 64 MiB") as caught:
         shared_region(64 * 2**20)
     assert "--shm-size" in caught.value.fix and not caught.value.retryable
-    assert set(memory.shared_folder().glob("posttrain-*")) == before
+    assert set(shared_folder().glob("posttrain-*")) == before
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_a_copy_is_torch_s_copy(threads, dtype):
+    """By memcpy or not: one thread or more, neighbours in memory or not, values cast or as they are, and nothing at all."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        values = (torch.randn(6, 5) * 3).to(dtype)
+        for source in (values, values.t(), values[:0], values[1:3, 2], values.flatten()[3], torch.nn.Parameter(values.double())):
+            found, wanted = (torch.zeros(source.shape, dtype=dtype) for _ in range(2))
+            with torch.no_grad():
+                copy(source, found)
+                wanted.copy_(source)
+            assert torch.equal(found, wanted)
+        row = torch.zeros(3, dtype=dtype)
+        copy(values[0, :1], row)  # broadcast
+        assert torch.equal(row, values[0, :1].expand(3))
+    finally:
+        torch.set_num_threads(before)

@@ -30,9 +30,9 @@ from posttrain.placement.remote import Fleet
 from posttrain.placement.shared_root import check, written
 from posttrain.plugins.objects import PREFIX
 from posttrain.rollout.replicas import RemoteLane, Replicas
-from posttrain.weights.memory import sweep
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.publisher import GroupPublisher
+from posttrain.weights.shared_files import sweep
 
 if TYPE_CHECKING:
     from posttrain.config.schema import RunConfig

@@ -38,8 +38,8 @@ from posttrain.placement.shared_root import Nonce, Sighting
 from posttrain.placement.stacks import Stack
 from posttrain.placement.stacks import tasks as all_tasks
 from posttrain.placement.stacks import threads as all_threads
-from posttrain.weights.memory import release_own
 from posttrain.weights.owner import ProcessId, end_with
+from posttrain.weights.shared_files import release_own
 
 STACKS_S = 3.0
 """How long the processes of a role may take to say where they are."""

@@ -1,37 +1,24 @@
-"""Host memory that publications and staging live in: private to this process, or a shared file that others map.
+"""Host memory that publications and staging live in: private to this process, or a shared file that others map (`shared_files`).
 
-Shared memory is a file under /dev/shm (elsewhere: the temporary folder) named after its owner,
-`posttrain-<pid namespace>-<pid.start>-<serial>`, so that whoever comes next can remove what a dead owner left. Who is alive in
-another container that shares the folder cannot be told from here: its files are left alone. Memory is reserved when it is
-created: too small a /dev/shm is an error with a fix here, not a bus error later.
+Shared memory is reserved when it is created: too small a /dev/shm is an error with a fix here, not a bus error later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import mmap
 import os
-import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.owner import ProcessId, pid_namespace
-
-_PREFIX = "posttrain-"
-_serial = itertools.count()
-
-
-def shared_folder() -> Path:
-    """Where shared memory files live on this machine."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+from posttrain.weights.shared_files import new_path, sweep
 
 
 @dataclass(eq=False)
@@ -54,6 +41,19 @@ class Region:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
 
+def copy(values: torch.Tensor, into: torch.Tensor) -> None:
+    """`into.copy_(values)`. What one thread copies as it is goes by memcpy: a fifth faster than torch's loop, measured."""
+    same = values.dtype == into.dtype and values.shape == into.shape and values.is_cpu and into.is_cpu
+    if same and values.is_contiguous() and into.is_contiguous() and torch.get_num_threads() == 1:
+        np.copyto(_bytes(into), _bytes(values))
+    else:
+        into.copy_(values)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
 def private_region(nbytes: int) -> Region:
     """Memory of this process only."""
     return Region(torch.empty(nbytes, dtype=torch.uint8))
@@ -61,9 +61,8 @@ def private_region(nbytes: int) -> Region:
 
 def shared_region(nbytes: int) -> Region:
     """Reserve `nbytes` of shared memory owned by this process. Raises WeightSyncError when there is not enough."""
-    folder = shared_folder()
-    sweep(folder)
-    path = folder / f"{_own()}{next(_serial)}"
+    sweep()
+    path = new_path()
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         _reserve(fd, nbytes)
@@ -73,7 +72,7 @@ def shared_region(nbytes: int) -> Region:
     except BaseException as exc:
         os.unlink(path)
         if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise _no_space(folder, nbytes) from exc
+            raise _no_space(path.parent, nbytes) from exc
         raise
     finally:
         os.close(fd)
@@ -91,36 +90,6 @@ def attach(path: str) -> Region:
         return _map_region(fd, os.fstat(fd).st_size, path)
     finally:
         os.close(fd)
-
-
-def sweep(folder: Path | None = None) -> list[Path]:
-    """Unlink the shared memory of processes of this pid namespace that are no longer alive; returns what was removed."""
-    removed = []
-    for path in (folder or shared_folder()).glob(f"{_PREFIX}*"):
-        owner = owner_of(path)
-        if owner is not None and not owner.alive():
-            with contextlib.suppress(OSError):  # somebody else was faster, or it is another user's
-                path.unlink()
-                removed.append(path)
-    return removed
-
-
-def owner_of(path: Path) -> ProcessId | None:
-    """Whose file it is. None: no shared memory of ours, or of another pid namespace, where the same id is another process."""
-    namespace, _, rest = path.name.removeprefix(_PREFIX).partition("-")
-    return ProcessId.parse(rest.rpartition("-")[0]) if namespace == pid_namespace() else None
-
-
-def release_own() -> None:
-    """Unlink all shared memory of this process: the last thing that it does. What is mapped stays mapped."""
-    for path in shared_folder().glob(f"{_own()}*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _own() -> str:
-    """What the names of this process's files begin with."""
-    return f"{_PREFIX}{pid_namespace()}-{ProcessId.current()}-"
 
 
 def _reserve(fd: int, nbytes: int) -> None:

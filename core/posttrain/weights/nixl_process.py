@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.memory import sweep
 from posttrain.weights.nixl_agent import Agent
 from posttrain.weights.owner import ProcessId, end_with
+from posttrain.weights.shared_files import sweep
 from posttrain.weights.ucx import scan_ucx_log, warm_nixl
 
 log = logging.getLogger("posttrain.weights")

@@ -25,10 +25,10 @@ from posttrain.weights.ahead import Ahead
 from posttrain.weights.deadline import abandon, in_thread, within
 from posttrain.weights.failure import PeerFailure, Phase, as_failure, bounded, failures_of, first, of_publisher
 from posttrain.weights.lane_end import LaneEnd
-from posttrain.weights.memory import shared_folder, sweep
 from posttrain.weights.publication import Publication, PublicationPool, complete_digests, whole
 from posttrain.weights.publisher import LocalPublisher, Publisher
 from posttrain.weights.receiver import Receiver
+from posttrain.weights.shared_files import shared_folder, sweep
 
 if TYPE_CHECKING:
     import torch

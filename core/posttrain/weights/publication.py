@@ -23,7 +23,7 @@ import torch
 from posttrain.errors import WeightSyncError
 from posttrain.weights.digest import Digests, Part
 from posttrain.weights.failure import PeerFailure, first_exception, out_of_memory_fix
-from posttrain.weights.memory import Region
+from posttrain.weights.memory import Region, copy
 from posttrain.weights.plan import Bucket, BucketPlan, ParameterSpec, Piece, Shards, plan_buckets
 from posttrain.weights.progress import Written, slot_bytes
 from posttrain.weights.transport import Handle, Transport
@@ -305,7 +305,7 @@ class PublicationPool:
         values = weight.values
         if begin or end != values.numel() or values.dim() != 1:
             values = values.reshape(-1)[begin:end]
-        place.copy_(values)
+        copy(values, place)
         return values
 
     def _go_on(self, version: int) -> None:

@@ -21,10 +21,11 @@ from posttrain.weights.deadline import in_thread, quiet, start_thread, within
 from posttrain.weights.digest import bucket_digest
 from posttrain.weights.failure import PeerFailure, as_failure, first_exception, out_of_memory_fix
 from posttrain.weights.lane import Lane
-from posttrain.weights.memory import Region, shared_folder, sweep
+from posttrain.weights.memory import Region
 from posttrain.weights.plan import Bucket, coverage_problems, pull_order
 from posttrain.weights.progress import Known, staging_bytes
 from posttrain.weights.publication import Publication
+from posttrain.weights.shared_files import shared_folder, sweep
 from posttrain.weights.transport import Staged, Transport, runs
 
 if TYPE_CHECKING:

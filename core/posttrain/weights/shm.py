@@ -1,7 +1,7 @@
 """The transport between processes of one host: slots are shared memory, a pull maps the slot and copies.
 
 A slot is unlinked when its owner closes the transport; what a dead owner left is removed by whoever allocates, closes or finds
-the owner dead next (`memory.sweep`).
+the owner dead next (`shared_files.sweep`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights.memory import Region, attach, shared_folder, shared_region, sweep
+from posttrain.weights.memory import Region, attach, shared_region
 from posttrain.weights.owner import ProcessId
 from posttrain.weights.plan import Piece
+from posttrain.weights.shared_files import shared_folder, sweep
 from posttrain.weights.transport import Handle, Transport, copy_pieces
 
 

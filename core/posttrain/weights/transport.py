@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from posttrain.types import Declares
-from posttrain.weights.memory import Region, private_region, shared_region
+from posttrain.weights.memory import Region, copy, private_region, shared_region
 from posttrain.weights.plan import BucketPlan, Piece
 
 Handle = dict[str, Any]
@@ -109,7 +109,7 @@ def views(plan: BucketPlan, buffer: torch.Tensor) -> Iterator[tuple[str, torch.T
 def copy_pieces(source: torch.Tensor, pieces: Sequence[Piece], into: torch.Tensor) -> None:
     """Copy pieces between two uint8 buffers of this process; pieces that are neighbours on both sides go as one."""
     for begin, target, nbytes in runs(pieces):
-        into[target : target + nbytes].copy_(source[begin : begin + nbytes])
+        copy(source[begin : begin + nbytes], into[target : target + nbytes])
 
 
 def runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:

@@ -29,9 +29,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from posttrain.errors import WeightSyncError, error
 from posttrain.placement import stacks
 from posttrain.weights.digest import bucket_digest
-from posttrain.weights.memory import Region, attach, sweep
+from posttrain.weights.memory import Region, attach
 from posttrain.weights.owner import ProcessId, end_with
 from posttrain.weights.plan import BucketPlan
+from posttrain.weights.shared_files import sweep
 from posttrain.weights.transport import views
 
 if TYPE_CHECKING:
