@@ -6,6 +6,7 @@ Shared memory is reserved when it is created: too small a /dev/shm is an error w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.errors import WeightSyncError
@@ -45,13 +45,9 @@ def copy(values: torch.Tensor, into: torch.Tensor) -> None:
     """`into.copy_(values)`. What one thread copies as it is goes by memcpy: a fifth faster than torch's loop, measured."""
     same = values.dtype == into.dtype and values.shape == into.shape and values.is_cpu and into.is_cpu
     if same and values.is_contiguous() and into.is_contiguous() and torch.get_num_threads() == 1:
-        np.copyto(_bytes(into), _bytes(values))
+        ctypes.memmove(into.data_ptr(), values.data_ptr(), into.nbytes)
     else:
         into.copy_(values)
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def private_region(nbytes: int) -> Region:
