@@ -51,6 +51,7 @@ HEALTHY = Snapshot(
     root="/shared/runs",
     open_files=65536,
     plugins=10,
+    hub_token="HF_TOKEN",
 )
 
 
@@ -299,6 +300,13 @@ def test_a_port_and_an_address_are_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert snapshot.ports[0].holder is not None and snapshot.ports[0].holder.pid == os.getpid()
     assert snapshot.ray_answers == ""
     assert probe._at_address("auto") is None and probe._at_address("ray://h:10001") is None
+
+
+def test_no_token_is_a_notice_and_no_failure() -> None:
+    (found,) = (f for f in examine(changed({"hub_token": ""})) if f.check == "hub")
+    assert found.state == "warn" and "gated" in found.what and "HF_TOKEN" in found.fix
+    (found,) = (f for f in examine(changed({"hub_token": "", **env(HF_HUB_OFFLINE="1")})) if f.check == "hub")
+    assert found.state == "ok" and not found.fix, "nothing is fetched"
 
 
 def test_where_the_token_is_and_not_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

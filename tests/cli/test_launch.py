@@ -68,6 +68,35 @@ def test_more_nodes_than_this_one_need_a_cluster_to_join(fake_train, capsys, mon
     assert "--nodes 2 without RAY_ADDRESS" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "flags", "fix"),
+    [
+        (["local", "--submit", "--nodes", "1"], "--nodes, --submit", "posttrain launch slurm"),
+        (["local", "--ray-port", "6379"], "--ray-port", "posttrain launch ray (with grid.backend=ray)"),
+        (["ray", "--gpus-per-node", "0"], "--gpus-per-node", "posttrain launch slurm"),
+        (["ray", "--requeues", "3", "--mount", "/a:/a"], "--mount, --requeues", "posttrain launch slurm"),
+        (["slurm", "--wait", "9"], "--wait", "leave --wait out"),
+        (["slurm", "--ray-port", "6380"], "--ray-port", "set grid.backend=ray"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(fake_train, capsys, tmp_path, arguments, flags, fix) -> None:
+    fake_train(lambda *_, **__: pytest.fail("trained"))
+    assert run(arguments[0], TOY, *arguments[1:]) == 2
+    said = capsys.readouterr().err
+    assert f"{flags} would do nothing: posttrain launch {arguments[0]}" in said and f"fix:   leave {flags} out" in said
+    assert fix in said and not list(tmp_path.glob("*.sbatch"))
+
+
+def test_a_cluster_that_is_joined_takes_no_port_and_writes_no_log(fake_train, capsys, monkeypatch) -> None:
+    fake_train(lambda *_, **__: pytest.fail("trained"))
+    on_ray(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run("ray", TOY, "--ray-port", "6379", "--log-dir", "logs") == 2
+    said = capsys.readouterr().err
+    assert "--ray-port, --log-dir would do nothing: posttrain launch ray with RAY_ADDRESS set" in said
+    assert "or unset RAY_ADDRESS" in said
+
+
 def test_slurm_writes_a_script_with_what_was_typed(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "hunter2-hunter2")
     (tmp_path / "my.yaml").write_text("experiment: toy\n")

@@ -42,6 +42,19 @@ def test_paths_lead_to_keys_that_exist_and_reasons_do_not_hide_them() -> None:
     assert not [name for name in ours if name.startswith(tuple(FAMILIES))]
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("ray_placement_timeout_s", "grid.start_timeout_s"),
+        ("ray_namespace", "grid.backend=ray hosts the roles in Ray"),
+        ("inference_host", "under Ray neither"),
+        ("weight_broadcast_free_grad_buffers", "gradients are always freed before a publication"),
+    ],
+)
+def test_what_is_said_of_a_cluster_is_true(key: str, said: str) -> None:
+    assert said in renamed(key)
+
+
 def test_all_keys_of_a_file_are_answered_at_once_each_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "flat.yaml"
     file.write_text("".join(f"{key}: 1\n" for key in KEYS))

@@ -103,7 +103,8 @@ the configuration cannot work: 12 problems
   - rl.batch_per_replica: 15 is not whole groups of 4  (command line)
       fix: legal: multiples of 4, here 12 or 16
   - rl.routing_replay: not available yet: no engine returns the experts that it chose: \
-hf does not record them, and vLLM does in its Model Runner V2 only, which requires Triton, so not on a CPU  (command line)
+hf does not record them, and vLLM does in its Model Runner V2 only, which requires Triton, so not on a CPU; \
+on a GPU posttrain does not ask for them yet  (command line)
       fix: set rl.routing_replay=off"""
     )
 

@@ -214,6 +214,16 @@ def tokens_that_are_too_old_train() -> Iterator[None]:
         yield
 
 
+@mutation("arrival", ahead=1)
+def prompts_are_taken_further_ahead() -> Iterator[None]:
+    def init(original: Any, self: Stream, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._ahead += 1
+
+    with patched(Stream, "__init__", init):
+        yield
+
+
 @mutation("arrival")
 def lines_of_draws_that_end_again_stay_in_the_ledger() -> Iterator[None]:
     with patched(Ledger, "cut_after", lambda *args, **kwargs: None):

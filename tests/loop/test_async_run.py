@@ -2,14 +2,17 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from small_runs import start as begin
 
+from posttrain.errors import RunAborted
 from posttrain.loop import checkpoint
 from posttrain.loop.controller import Controller
+from posttrain.rollout.hf import HFEngine
 from posttrain.tracking.metrics import read_metrics
 from posttrain.tracking.rollouts import read_rollouts
 
@@ -134,6 +137,24 @@ def test_arrival_trains_every_draw_once_and_never_on_tokens_that_are_too_old(roo
     assert len(trained) == 24 and Counter(end[4] for end in trained) == dict.fromkeys(range(1, 7), 4)
     for step in range(1, 7):
         assert all(step - 1 - (8 if ahead else 0) <= version <= step - 1 for version in versions(run, step))
+
+
+@pytest.mark.parametrize("order", ["logical", "arrival"])
+def test_a_token_that_an_engine_stamps_with_another_version_ends_a_run_that_is_to_be_on_policy(root, order, monkeypatch):
+    """Proven per token: the first batch is trained, of the second one token lies."""
+    original = HFEngine.generate
+
+    async def lying(self, requests):
+        async for done in original(self, requests):
+            if done.request_id.startswith("validation") or done.versions[0] != 1:
+                yield done
+            else:
+                yield replace(done, versions=[*done.versions[:-1], 0])
+
+    monkeypatch.setattr(HFEngine, "generate", lying)
+    with pytest.raises(RunAborted, match="was sampled by version 0, not by version 1") as caught:
+        start(root, f"loop.commit_order={order}", "rollout.max_async_rollout=0", "rl.steps=3")
+    assert caught.value.code == "off-policy"
 
 
 def test_arrival_resumes_with_every_draw_ending_once(root):

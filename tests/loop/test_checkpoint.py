@@ -1,7 +1,9 @@
 import contextlib
 import errno
 import json
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,26 @@ def test_a_crash_at_any_file_leaves_the_last_good_one(tmp_path, monkeypatch, cra
     assert all((c.path / "policy" / "weights.bin").stat().st_size == 100 for c in found)
     monkeypatch.setattr(checkpoint, "sync", real)
     assert checkpoint.write(tmp_path, 2, save, {"step": 2}).loop_state() == {"step": 2}
+
+
+def test_all_of_it_is_on_the_disk_before_it_has_its_name_and_the_name_is_too(tmp_path, monkeypatch):
+    """Asked of the system, not of the function that is to do it."""
+    done, fsync, rename = [], os.fsync, Path.rename
+
+    def recorded(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(path, target):
+        files = {str(one) for one in (path, *path.rglob("*"))}
+        assert len(files) > 4 and files <= set(done)
+        done.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(Path, "rename", renamed)
+    found = checkpoint.write(tmp_path, 1, save, {"step": 1})
+    assert found.path.is_dir() and done == [str(tmp_path)]
 
 
 def test_a_full_disk_is_said_and_loses_nothing(tmp_path):

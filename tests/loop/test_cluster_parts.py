@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from posttrain.config import load_config
 from posttrain.errors import ConfigError, RunInterrupted, WeightSyncError
@@ -17,6 +18,7 @@ from posttrain.placement.out_of_memory import ran_out
 from posttrain.policy import rank
 from posttrain.rollout.body import RolloutBody
 from posttrain.rollout.engine import EngineSpec
+from posttrain.weights import nixl
 from posttrain.weights.inproc import InprocTransport
 from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.owner import ProcessId
@@ -69,6 +71,32 @@ def test_a_transport_that_does_not_start_is_told_before_a_model_loads(monkeypatc
     monkeypatch.setattr(body.engine, "start", lambda: pytest.fail("the engine was started first"))
     with pytest.raises(WeightSyncError, match="cold at pull"):
         asyncio.run(body.start())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_nixl_is_started_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """NCCL comes in with the process group, and started before NIXL it ends in a segmentation fault."""
+    config = load_config(
+        ["experiment=arithmetic_grpo", "weights.transport=nixl", f"weights.options.device={device}", "grid.backend=ray",
+         "grid.dp_shard=2"],
+    ).config  # fmt: skip
+    seen: list[str] = []
+
+    def policy(*_: Any, **__: Any) -> MagicMock:
+        seen.append("policy")
+        return MagicMock()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device != "cpu")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(nixl, "warm_nixl", lambda: seen.append("nixl of this process"))
+    monkeypatch.setattr(NixlTransport, "warm", lambda end, what: seen.append(f"warm {what}"))
+    monkeypatch.setattr(rank, "_meet", lambda *_: seen.append("meet"))
+    monkeypatch.setattr(rank.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(rank, "_mesh", lambda *_: None)
+    monkeypatch.setattr(rank, "Policy", policy)
+    rank.PolicyRank().start(1, 2, "192.0.2.1", 1, config, "", "posttrain.loop.prepare:build_run_objective", "nixl")
+    here = ["nixl of this process"] if device != "cpu" else []
+    assert seen == [*here, "warm serve", "meet", "policy"]
 
 
 def test_a_role_that_ray_ended_for_its_memory_ran_out_of_it() -> None:

@@ -119,6 +119,12 @@ def test_nothing_left_to_do_is_said_and_is_no_error(root, whole):
     assert "Nothing left to do" in again.summary.lines()[0]
 
 
+def test_fewer_steps_than_are_done_are_nothing_to_do_either(root, whole):
+    again = start(root, "rl.steps=1", resume=whole.run)
+    said = again.summary.lines()[0]
+    assert again.steps_done == 0 and "the run has" in said and "steps, more than rl.steps=1, 0 done now" in said
+
+
 def test_a_run_goes_on_for_longer_when_asked(root, whole):
     run = start(root, "rl.steps=2").run
     longer = start(root, "rl.steps=4", resume=run)

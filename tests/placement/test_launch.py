@@ -16,7 +16,7 @@ import pytest
 from posttrain.config.schema import GridConfig, ShapesConfig
 from posttrain.errors import ConfigError
 from posttrain.placement.grid import resolve_grid
-from posttrain.placement.launch import SlurmJob, devices, nodes_for, sbatch_script, warnings
+from posttrain.placement.launch import SlurmJob, cpus_for, cpus_of, devices, nodes_for, sbatch_script, warnings
 
 GOLDEN = Path(__file__).parents[1] / "data" / "launch"
 ONE = SlurmJob(name="arithmetic", arguments=("experiment=arithmetic_grpo", "rl.steps=2"), backend="local", root="/shared/runs",
@@ -30,6 +30,7 @@ CLUSTER = SlurmJob(
     nodes=4,
     gpus_per_node=8,
     cpus_per_node=64,
+    ray_cpus=16,
     time="04:00:00",
     partition="gpu",
     account="rl",
@@ -82,6 +83,13 @@ def grid(placement: str, policy: int, rollout: tuple[int, int]) -> GridConfig:
 def test_the_devices_of_a_grid() -> None:
     assert devices(resolve_grid(grid("disaggregated", 8, (4, 2)))) == 16
     assert devices(resolve_grid(grid("colocated", 8, (2, 2)))) == 8
+
+
+def test_the_cpus_that_ray_has_to_offer_for_a_grid() -> None:
+    apart, together = (resolve_grid(grid(how, 8, (4, 2))) for how in ("disaggregated", "colocated"))
+    assert cpus_of(apart) == 16 and cpus_of(together) == 16
+    assert cpus_for(apart, 2, 8) == cpus_for(together, 1, 8) == 16, "what eight devices with two roles each take"
+    assert cpus_for(apart, 1, 0) == 12 and cpus_for(apart, 5, 0) == 3, "a part of the roles on each node"
 
 
 def test_the_fewest_nodes_that_hold_the_grid() -> None:

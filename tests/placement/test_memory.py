@@ -76,6 +76,21 @@ def test_a_policy_holds_exactly_the_bytes_of_the_terms(folder: Path, overrides: 
     assert {name: found[name] for name in held} == held
 
 
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        ((), "host"),
+        (("grid.backend=ray",), "host"),
+        (("grid.backend=ray", "weights.transport=nixl", "weights.options.device=cuda"), "device"),
+        (("weights.transport=nixl", "weights.options.device=cuda:0"), "device"),
+        (("weights.transport=nixl", "weights.options.device=cpu"), "host"),
+    ],
+)
+def test_publications_are_counted_where_they_lie(overrides: tuple[str, ...], place: str) -> None:
+    found = {term.name: term.place for term in policy_memory(config(*overrides), BILLION, slot_bytes=8)}
+    assert found["publication slots"] == place and found["checkpoint copy"] == "host"
+
+
 def _tensors(tree):  # type: ignore[no-untyped-def]
     """All tensors of a tree of dicts and lists; each is a copy of its own here, and a count of steps has no dimension."""
     if isinstance(tree, dict | list | tuple):

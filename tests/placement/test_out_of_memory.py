@@ -87,6 +87,21 @@ def test_an_engine_that_does_not_fit_names_its_three_knobs_and_ends_as_an_engine
         assert knob in found.fix.split("\n")[1]
 
 
+def test_a_wider_engine_is_offered_where_the_grid_can_have_one() -> None:
+    failure = EngineStartError("the KV cache does not fit", cause="No available memory for the cache blocks", code="kv-cache")
+    ray = ("rollout.engine=vllm", "grid.backend=ray", "grid.gpu_placement=disaggregated")
+
+    def first(*overrides: str, asked: Sequence[EvalConfig] | None = None) -> str:
+        return recovery_steps(config("rollout.engine=vllm", *overrides), failure, asked)[0]
+
+    wider = "or raise rollout.tensor_parallel_size (now 1) and {} together: more devices for one engine"
+    assert wider.format("grid.ranks") in first(*ray)
+    assert wider.format("the second number of grid.shapes.rollout") in first(*ray, "grid.shapes.rollout=[2,1]")
+    config(*ray, "rollout.tensor_parallel_size=2", "grid.ranks=2")
+    config(*ray, "rollout.tensor_parallel_size=2", "grid.shapes.rollout=[2,2]")
+    assert "tensor_parallel_size" not in first() and "tensor_parallel_size" not in first(*ray, asked=[])
+
+
 OFFER = re.compile(r"([a-z]+\.[a-z_.]+)=(\[[\d,]+\]|[\d.]+(?:, (?:then )?[\d.]+)*)")
 
 

@@ -12,9 +12,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from posttrain.errors import RunAborted
+from posttrain.errors import RunAborted, RunInterrupted
 from posttrain.placement.cluster import Seat
 from posttrain.placement.host import Outcome, Place, RoleSpec, boot_id
+from posttrain.placement.out_of_memory import ran_out
 from posttrain.placement.remote import Fleet, Remote, _collect
 from posttrain.weights.owner import ProcessId
 
@@ -136,3 +137,38 @@ print(_redirect(pathlib.Path({str(log)!r})))
     with (tmp_path / "w.out").open("w") as out, (tmp_path / "w.err").open("w") as err:
         subprocess.run([sys.executable, "-c", code], stdout=out, stderr=err, check=True)
     assert log.read_text() == f"of another process\nup\n{CANARY}\n('{log}', 19)\n"
+
+
+# ---- a process that Ray, or the kernel, ended for its memory
+
+LOW = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.1, ID: 95b3) was "
+    "22.89GB used / 23.54GB limit (0.97)\nOOM kill reason: Memory usage 24578064152B exceeded threshold of 24012190715B\n"
+)
+"""What Ray 2.60 says when its memory monitor ends an actor: the beginning of some thirty lines."""
+ENDED = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
+    "unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed "
+    "by the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due "
+    "to SIGSEGV or another unexpected error. If the process was killed by the kernel OOM killer (verifiable by checking for "
+    "OOM in dmesg of the OOMing node), consider enabling resource isolation"
+)
+
+
+def test_a_role_that_ray_ended_for_its_memory_is_one_that_ran_out_of_it(tmp_path: Path) -> None:
+    from ray.exceptions import OutOfMemoryError
+
+    died = a_role(tmp_path).died(OutOfMemoryError(LOW + "x" * 5000))
+    said = ran_out(died)
+    assert said is not None and said.startswith("1 worker(s) were killed due to the node running low on memory")
+    assert died.code == "role-died" and len(died.cause) <= 300
+
+
+def test_what_ray_guesses_of_any_death_is_no_lack_of_memory(tmp_path: Path) -> None:
+    from ray.exceptions import RayActorError
+
+    lost = RayActorError(error_msg=ENDED)
+    try:
+        raise a_role(tmp_path).died(lost) from lost
+    except RunInterrupted as died:
+        assert ran_out(died) is None and "connection error code 2" in died.cause and "OOM" not in died.cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -48,6 +49,15 @@ def test_ray_on_every_node_and_the_training_on_the_first(slurm: Any, tmp_path: P
     assert not list(root.rglob(".posttrain-nonce-*")) and train["RAY_AUTH_TOKEN"] not in said
     with socket.create_server(("127.0.0.1", port)):
         pass  # nothing of Ray is left
+
+
+def test_ray_offers_what_the_roles_take_also_where_there_are_fewer_cores(slurm: Any, tmp_path: Path, port: int) -> None:
+    cores, environment = len(os.sched_getaffinity(0)), {"OMP_NUM_THREADS": "1"}
+    for ray_cpus, offered in ((1000, 1000), (1, cores)):
+        (slurm.folder / "calls").unlink(missing_ok=True)
+        code, said = slurm.run(job(tmp_path, port, ray_cpus=ray_cpus), **environment)
+        assert code == 0, said
+        assert [f"--num-cpus={offered} " in line for line in slurm.calls("ray")] == [True, True], slurm.calls("ray")
 
 
 def test_an_import_that_breaks_twice_is_repeated_on_a_clean_rootfs(slurm: Any, tmp_path: Path, port: int) -> None:

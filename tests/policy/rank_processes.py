@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -279,12 +279,19 @@ def load_damaged(case: Case) -> Any:
     return None
 
 
-def agree(rank: int, answer: bool) -> Any:
-    """One rank answers otherwise: every rank refuses."""
-    from posttrain.policy.ranks import Ranks, agree_on_old_logprobs
+def built_unlike(case: Case, rank: int, rl: dict[str, Any]) -> Any:
+    """One rank builds its policy with other keys than the rest: the code of what every rank raises, and what it says."""
+    from posttrain.errors import PosttrainError
 
-    ranks = Ranks.of(mesh_of((1, 4)))
-    agree_on_old_logprobs(ranks.gather(answer if STATE["rank"] == rank else not answer))
+    if outside(case):
+        return None
+    if STATE["rank"] == rank:
+        case = replace(case, rl=case.rl | rl)
+    try:
+        build(case)
+    except PosttrainError as exc:
+        return exc.code, str(exc)
+    return "", "was built"
 
 
 def write_beside_training(case: Case) -> Any:

@@ -208,8 +208,14 @@ def test_ranks_that_were_not_built_alike_are_refused(ranks):
         agree_on_old_logprobs([False, True])
     assert caught.value.code == "E5" and not caught.value.retryable
     assert agree_on_old_logprobs([True, True]) is True
-    with pytest.raises(RunAborted, match="policy cells disagree on needs_old_logprobs"):
-        ranks("agree", 2, True)
+
+
+def test_a_policy_is_not_built_on_ranks_that_would_record_old_logprobs_on_some(ranks, uneven_model):
+    """One rank takes two optimizer steps to a batch, and so would run a forward more than the others, in which they hang."""
+    case = ranks.case(uneven_model(), (2, 2), rl=policy_keys())
+    found = ranks("built_unlike", case, 2, {"mini_batch_per_replica": 8})
+    assert [code for code, _ in found] == ["E5"] * 4
+    assert all("rank 1: no, rank 2: yes" in said for _, said in found)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

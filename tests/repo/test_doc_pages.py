@@ -255,6 +255,20 @@ def test_every_message_that_a_page_quotes_is_in_the_code(page: str) -> None:
     assert not [message for message in quoted if not is_raised(message, code)]
 
 
+OF_A_CLUSTER = (
+    "no Ray cluster can be joined", "Ray could not start a cluster", "Ray did not start on port", "does not have its N nodes",
+    "needs Ray, which is not installed", "is installed, this needs", "did not meet the others", "lost the others",
+    "no rollout replica is left", "every lane failed", "bundle(s)", "is memory of one machine",
+    "attention heads cannot be divided", "worker(s), and the engine has", "would do nothing", "without RAY_ADDRESS",
+    "is no intact checkpoint", "ROLE died", "has not answered for N s",
+)  # fmt: skip
+
+
+def test_the_messages_that_a_cluster_is_likely_to_give_are_quoted() -> None:
+    quoted = quoted_messages("troubleshooting.md")
+    assert [words for words in OF_A_CLUSTER if not any(words in message for message in quoted)] == []
+
+
 def test_a_message_that_the_code_does_not_have_is_noticed() -> None:
     assert not is_raised("waited N s for NAME to reconsider", templates())
     assert is_raised("waited N s for NAME", templates())

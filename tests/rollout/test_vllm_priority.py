@@ -1,4 +1,5 @@
-"""vLLM is asked to serve by priority, and told that of each request; `test_vllm_contract` shows what comes of it."""
+"""What vLLM is asked for, by its adapter, without vLLM's processes: priorities, which `test_vllm_contract` shows at work, and an
+update that left cached prefixes of the old weights is none."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.errors import WeightSyncError
 from posttrain.rollout.engine import EngineSpec
 from posttrain.rollout.vllm import VllmEngine
 from posttrain.rollout.vllm_start import engine_arguments
@@ -46,3 +48,37 @@ def test_every_sample_has_the_priority_of_its_request(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert asked == {"later/0": -3, "later/1": -3, "first/0": 0}
+
+
+@pytest.mark.parametrize("reset", [True, False, None])
+def test_an_update_that_did_not_reset_the_prefix_cache_is_none(tmp_path: Path, reset: bool | None) -> None:
+    stamped: list[str] = []
+
+    async def reset_prefix_cache(*, reset_running_requests: bool) -> bool | None:
+        assert reset_running_requests
+        return reset
+
+    async def update_weight_version(version: str) -> None:
+        stamped.append(version)
+
+    async def collective_rpc(*args: Any, **kwargs: Any) -> list[Any]:
+        return [None]
+
+    async def main() -> None:
+        made = engine(tmp_path)
+        llm = SimpleNamespace(
+            reset_prefix_cache=reset_prefix_cache, update_weight_version=update_weight_version, collective_rpc=collective_rpc
+        )
+        made._rpc = collective_rpc
+        staged = SimpleNamespace(
+            plan=SimpleNamespace(digest="d", to_dict=dict), region=SimpleNamespace(path="p"), epoch=1, version=4, digests=()
+        )
+        await made._update(llm, staged)
+
+    if reset:
+        asyncio.run(main())
+        assert stamped == ["4"]
+    else:
+        with pytest.raises(WeightSyncError, match="the prefix cache was not reset"):
+            asyncio.run(main())
+        assert not stamped

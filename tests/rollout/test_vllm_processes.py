@@ -8,19 +8,22 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from posttrain.config.load import load_config
 from posttrain.errors import RunInterrupted
+from posttrain.placement.out_of_memory import explain
 from posttrain.rollout import vllm, vllm_processes
 from posttrain.rollout.engine import EngineSpec
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
-GRACE_S = 0.5
-LOOP_S = 0.1
+GRACE_S = 3.0
+LOOP_S = 1.5
 """How long the loop may stand still, on a busy machine too."""
 
 
@@ -91,3 +94,44 @@ def test_a_request_that_ends_after_its_engine_became_invalid_is_not_served(engin
     with pytest.raises(RunInterrupted, match="half-way") as caught:
         asyncio.run(engine._run(SimpleNamespace(generate=generate), [1], None, "r/0"))
     assert caught.value.code == "engine-dead"
+
+
+OUT_OF_MEMORY = "(EngineCore pid=7) ERROR [core.py:9] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+
+RUN = ["model.name_or_path=/m", "rl.steps=1", "environments=[{name: arithmetic}]"]
+
+
+@pytest.mark.parametrize(
+    "said", [OUT_OF_MEMORY, "ERROR RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 8 B"]
+)
+def test_an_engine_that_died_as_memory_ran_out_says_so_and_gets_the_steps(engine: Any, tmp_path: Path, said: str) -> None:
+    engine._log = tmp_path / "vllm.log"
+    engine._log.write_text(f"INFO all well\n{said}\nERROR EngineDeadError: see the stack trace above\n")
+    found = engine._dead()
+    assert found.cause == f"{said}; see {engine._log}" and found.code == "engine-dead"
+    explained = explain(found, load_config([*RUN, "rollout.engine=vllm"]).config)
+    assert explained is not None and explained.message == "the vLLM engine died"
+    assert "1 rollout.gpu_memory_utilization=0.4" in explained.fix and "5 stop" in explained.fix
+
+
+def test_an_engine_that_died_of_something_else_is_not_short_of_memory(engine: Any, tmp_path: Path) -> None:
+    """Neither advice of vLLM nor what an engine before it left in the same log is why it died."""
+    log = engine._log = tmp_path / "vllm.log"
+    log.write_text(f"{OUT_OF_MEMORY}\n")
+    engine._log_start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("INFO lower max_num_seqs in case of out of memory\nERROR ValueError: a bug\n")
+    assert engine._dead().cause == f"see {log}"
+    assert explain(engine._dead(), load_config(RUN).config) is None
+    log.unlink()
+    assert engine._dead().cause == f"see {log}"
+
+
+def test_an_engine_remembers_where_its_own_log_begins(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.log").write_text("of another\n")
+    engine.spec = EngineSpec("", "float32", 8, 1, (), log_dir=tmp_path)
+    monkeypatch.setattr(engine, "preflight", lambda *_: None)
+    monkeypatch.setattr(engine, "_launch", lambda _: None)
+    monkeypatch.setattr(vllm, "engine_processes", lambda _: [])
+    asyncio.run(engine.start())
+    assert engine._log == tmp_path / "vllm.log" and engine._log_start == len("of another\n")

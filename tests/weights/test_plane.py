@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from posttrain.rollout.engine import Engine, EngineSpec
 from posttrain.types import Completion
 from posttrain.weights.canary import Canary
 from posttrain.weights.inproc import InprocTransport
+from posttrain.weights.memory import Region
+from posttrain.weights.owner import ProcessId
 from posttrain.weights.plane import WeightPlane
 from posttrain.weights.progress import WORD
+from posttrain.weights.shared_files import owner_of, shared_folder
 from posttrain.weights.shm import ShmTransport
 
 SPEC = EngineSpec(model_path="", dtype="float32", max_model_len=8, max_num_seqs=1, eos_token_ids=())
@@ -404,6 +408,67 @@ def test_verify_weight_values_compares_bytes_even_when_digests_agree(monkeypatch
         run(sync.sync(1))
     assert engines[0].version is None
     run(sync.close())
+
+
+def own_files() -> list[str]:
+    return [path.name for path in shared_folder().iterdir() if owner_of(path) == ProcessId.current()]
+
+
+class SharingTransport(ShmTransport):
+    """All that it pulls into is shared memory, as over NIXL. kept: every region that was ever allocated."""
+
+    kept: ClassVar[list[Region]] = []
+
+    def staging(self, nbytes: int, *, shared: bool = False) -> Region:
+        self.kept.append(super().staging(nbytes, shared=True))
+        return self.kept[-1]
+
+
+def test_verify_weight_values_takes_one_more_copy_for_a_lane_and_gives_it_back(monkeypatch):
+    monkeypatch.setattr(SharingTransport, "kept", [])
+    before = own_files()
+    engine = FusedEngine()
+    sync = plane(
+        engine, source(*[(name, 1.0) for name in QKV]), SharingTransport(), bucket_bytes=8, verify_weight_values=True
+    )
+
+    async def scenario() -> None:
+        for version in (1, 2, 3):
+            await sync.sync(version)
+            assert len(sync.publisher.pool.plan.buckets) == 3 and len(SharingTransport.kept) == 2
+
+    run(scenario())
+    run(sync.close())
+    assert engine.version == 3 and own_files() == before
+
+
+def test_a_second_read_that_hangs_is_abandoned_with_its_region():
+    _, sync = both(engines=1, stage_timeout_s=1.0, verify_weight_values=True)
+    gate, lane = threading.Event(), sync.lanes[0]
+
+    async def scenario() -> None:
+        await sync.sync(1)
+        again, pull, transport = lane._again, lane._transport.pull, lane._transport
+        assert again is not None and again is not lane._staging
+
+        def stuck(handle, pieces, into):
+            if into is again:
+                gate.wait(10)
+            pull(handle, pieces, into)
+
+        closed, close = [], transport.close
+        transport.pull, transport.close = stuck, lambda: closed.append(again.nbytes) or close()
+        with pytest.raises(WeightSyncError, match="was not staged within 1 s"):
+            await sync.sync(2)
+        assert lane._again is None and again.nbytes == 0
+        assert closed[0] > 0, "it was given back before what writes to it was ended"
+        await sync.sync(3)
+        assert lane._again is not None and lane._again is not again
+        gate.set()
+
+    run(scenario())
+    run(sync.close())
+    assert lane._again is None
 
 
 def test_timings_and_bytes_are_reported_and_staging_is_reused():

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from posttrain.errors import WeightSyncError
-from posttrain.weights import nixl_agent, ucx
+from posttrain.weights import nixl, nixl_agent, ucx
 from posttrain.weights.nixl import NixlTransport
 from posttrain.weights.nixl_agent import bindings, package
 from posttrain.weights.ucx import Loaded, in_maps, nccl_in_use, order_problem, scan_ucx_log, warm_nixl
@@ -59,6 +60,17 @@ def test_process_groups_and_threads_of_nccl_are_seen(monkeypatch: pytest.MonkeyP
     with pytest.raises(WeightSyncError, match="NCCL is already in use"):
         monkeypatch.setattr(ucx, "_agent", None)
         warm_nixl()
+
+
+@pytest.mark.parametrize(("device", "gpu", "started"), [("cuda:0", True, 1), ("cuda:0", False, 0), ("cpu", True, 0)])
+def test_an_end_whose_slots_are_a_gpu_s_starts_nixl_as_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpu: bool, started: int
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(nixl, "warm_nixl", lambda: calls.append(1))
+    NixlTransport(NixlTransport.Options(device=device))
+    assert len(calls) == started
 
 
 BUILD = package(None)

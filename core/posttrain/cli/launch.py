@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,23 @@ from posttrain.cli.train import add_config_arguments, load
 from posttrain.config.secrets import conceal_text
 from posttrain.errors import EXIT_OK, ConfigError
 from posttrain.placement.grid import resolve_grid
-from posttrain.placement.launch import SlurmJob, nodes_for, sbatch_script, warnings
+from posttrain.placement.launch import SlurmJob, cpus_for, cpus_of, nodes_for, sbatch_script, warnings
 from posttrain.placement.ports import RAY_PORT
 from posttrain.tracking.run_dir import output_root
 
 if TYPE_CHECKING:
     from posttrain.config.load import LoadedConfig
+
+DEFAULTS = {"ray_port": RAY_PORT, "wait": 300, "gpus_per_node": 0, "requeues": 3}
+"""What the parser leaves None: a flag that is given is told from one that is not, also when both say the same."""
+
+OF_SLURM = (
+    "gpus_per_node", "cpus_per_node", "time", "partition", "account", "job_name", "image", "mount", "sbatch", "requeues", "out",
+    "submit",
+)  # fmt: skip
+OF_A_CLUSTER = ("log_dir", "ray_port", "nodes", "wait")
+UNUSED = {"local": (*OF_A_CLUSTER, *OF_SLURM), "ray": OF_SLURM, "slurm": ("wait",)}
+"""Flags that a target does nothing with, by where argparse keeps them."""
 
 EPILOG = """\
 local   trains in this process, as posttrain train does
@@ -49,13 +61,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("target", choices=["local", "ray", "slurm"], metavar="local|ray|slurm", help="where to train")
     _, where = add_config_arguments(made)
     where.add_argument("--log-dir", metavar="DIR", help="logs of Ray's nodes and of the Slurm job (default: launch/ in --run)")
-    where.add_argument("--ray-port", type=_port, default=RAY_PORT, metavar="N", help=f"Ray's control store (default: {RAY_PORT})")
+    where.add_argument("--ray-port", type=_port, metavar="N", help=f"Ray's control store (default: {RAY_PORT})")
     where.add_argument(
         "--nodes", type=_count, metavar="N", help="ray: wait for them; slurm: ask for them (default: as few as do)"
     )
-    where.add_argument("--wait", type=_count, default=300, metavar="SECONDS", help="for Ray to start and nodes to join (300)")
+    where.add_argument("--wait", type=_count, metavar="SECONDS", help="ray: for it to start and nodes to join (300)")
     job = made.add_argument_group("slurm")
-    job.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="devices of each node (default: 0, a CPU run)")
+    job.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node (default: 0, a CPU run)")
     job.add_argument("--cpus-per-node", type=_count, metavar="N", help="cores of each node")
     for name, text in (
         ("time", "limit, as Slurm writes it"),
@@ -67,13 +79,21 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--image", metavar="IMAGE", help="container that enroot and pyxis import: docker://…, or a .sqsh file")
     job.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="another folder for the container")
     job.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another #SBATCH line: --sbatch=--qos=high")
-    job.add_argument("--requeues", type=int, default=3, metavar="N", help="times that exit code 75 queues the job again (3)")
+    job.add_argument("--requeues", type=int, metavar="N", help="times that exit code 75 queues the job again (3)")
     job.add_argument("--out", metavar="FILE", help="where to write the script (default: NAME.sbatch; -: print it)")
     job.add_argument("--submit", action="store_true", help="submit it, too")
     return made
 
 
 def run(args: argparse.Namespace) -> int:
+    if given := _given(args, UNUSED[args.target]):
+        fix = f"leave {_flags(given)} out"
+        if args.target != "slurm":
+            fix += ", or use posttrain launch " + ("slurm" if set(given) & set(OF_SLURM) else "ray (with grid.backend=ray)")
+        raise _unused(given, f"posttrain launch {args.target}", fix)
+    if args.target == "ray" and os.environ.get("RAY_ADDRESS") and (given := _given(args, ("ray_port", "log_dir"))):
+        fix = f"leave {_flags(given)} out, or unset RAY_ADDRESS to start a cluster of its own"
+        raise _unused(given, "posttrain launch ray with RAY_ADDRESS set, which joins a cluster", fix)
     return {"local": _local, "ray": _ray, "slurm": _slurm}[args.target](args)
 
 
@@ -90,6 +110,7 @@ def _ray(args: argparse.Namespace) -> int:
     loaded = load(args)
     if loaded.config.grid.backend != "ray":
         raise _wrong_backend("ray", loaded)
+    _fill(args)
     if address := os.environ.get("RAY_ADDRESS"):
         wait_for_nodes(address, args.nodes or 1, args.wait)
         return _train(args, loaded)
@@ -100,9 +121,8 @@ def _ray(args: argparse.Namespace) -> int:
             where="--nodes",
             code="launch",
         )
-    grid = resolve_grid(loaded.config.grid)
-    roles = grid.policy[1] + grid.rollout[0]
-    with ray_head(args.ray_port, log_dir(args) / f"ray-{args.ray_port}.log", cpus=roles, timeout=args.wait):
+    cpus = cpus_of(resolve_grid(loaded.config.grid))
+    with ray_head(args.ray_port, log_dir(args) / f"ray-{args.ray_port}.log", cpus=cpus, timeout=args.wait):
         return _train(args, loaded)
 
 
@@ -117,15 +137,21 @@ def _slurm(args: argparse.Namespace) -> int:
     loaded = load(args)
     config = loaded.config
     grid = resolve_grid(config.grid)
+    if config.grid.backend == "local" and (given := _given(args, ("ray_port",))):
+        where = "posttrain launch slurm with grid.backend=local, which starts no Ray"
+        raise _unused(given, where, f"leave {_flags(given)} out, or set grid.backend=ray")
+    _fill(args)
+    nodes = nodes_for(grid, args.gpus_per_node, args.nodes)
     job = SlurmJob(
         name=args.job_name or config.name,
         arguments=tuple(_arguments(args)),
         backend=config.grid.backend,
         root=str(output_root(args.run)),
         log_dir=str(log_dir(args)),
-        nodes=nodes_for(grid, args.gpus_per_node, args.nodes),
+        nodes=nodes,
         gpus_per_node=args.gpus_per_node,
         cpus_per_node=args.cpus_per_node,
+        ray_cpus=cpus_for(grid, nodes, args.gpus_per_node),
         time=args.time,
         partition=args.partition,
         account=args.account,
@@ -168,6 +194,27 @@ def _submit(path: Path, job: SlurmJob) -> int:
 def log_dir(args: argparse.Namespace) -> Path:
     """`--log-dir`, else launch/ in the folder for runs."""
     return Path(args.log_dir).expanduser().absolute() if args.log_dir else output_root(args.run) / "launch"
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Those of the flags that were typed."""
+    values = {name: getattr(args, name) for name in names}
+    return [name for name, value in values.items() if not (value is None or value is False or value == [])]  # 0 was typed
+
+
+def _fill(args: argparse.Namespace) -> None:
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _unused(names: Sequence[str], target: str, fix: str) -> ConfigError:
+    flags = _flags(names)
+    return ConfigError(f"{flags} would do nothing: {target}", fix=fix, where=flags, code="launch")
 
 
 def _wrong_backend(target: str, loaded: LoadedConfig) -> ConfigError:

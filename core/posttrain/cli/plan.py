@@ -107,9 +107,9 @@ def _batch(plan: RunPlan) -> Iterator[str]:
     batch = plan.batch
     yield f"{batch.batch} completions a step: {batch.groups} prompts x {batch.group_size}; a multiple of {batch.smallest_batch}"
     steps = f"{batch.n_mini} optimizer steps of {batch.mini}" if batch.mini else "1 optimizer step"
-    yield f"{steps}; rl.mini_batch_per_replica: {_some(batch.legal_minis)}"
+    yield f"{steps}; rl.mini_batch_per_replica: {_all(batch.legal_minis)}"
     micro = f"micro-batches of {batch.micro}" if batch.micro else "micro-batches by tokens"
-    yield f"{micro}; rl.micro_batch_per_replica: {_some(batch.legal_micros)}"
+    yield f"{micro}; rl.micro_batch_per_replica: {_all(batch.legal_micros)}"
 
 
 def _memory(terms: Sequence[Term], who: str) -> Iterator[str]:
@@ -139,8 +139,8 @@ def _transfer(transfer: Transfer, width: int) -> Iterator[str]:
     )
 
 
-def _some(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values if len(values) <= 12 else [*values[:6], "…", *values[-5:]]))
+def _all(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _count(value: int) -> str:

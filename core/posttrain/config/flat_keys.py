@@ -103,7 +103,7 @@ FLAT_KEYS: dict[str, str] = {
     "wandb_run_name": "name",
     "wandb_tags": "tracking.tags (a mapping, written to provenance.json)",
     "env_worker_pool_size": "rollout.reward_workers",
-    "ray_placement_timeout_s": "rollout.start_timeout_s",
+    "ray_placement_timeout_s": "grid.start_timeout_s",
     "ray_broadcast_init_timeout_s": "weights.stage_timeout_s",
     "train_backend": "model_backend (hf, the only one)",
     "backend": "grid.backend",
@@ -124,7 +124,9 @@ ABSENT: dict[str, str] = {
     "eager_prepare_resources": "an environment prepares what it needs when it is built",
     "interleaved_rollouts": "token ids are kept from turn to turn always; rollout.keep_history_verbatim says what becomes of a "
     "history that the template rewrites",
-    "inference_host": "engines are processes of this machine and listen on no address",
+    "inference_host": "engines listen on no address, under Ray neither, which places them; agents ask on loopback, from "
+    "rollout.base_port on",
+    "weight_broadcast_free_grad_buffers": "gradients are always freed before a publication, so there is nothing to set",
     "checkpoint_save_training_state": "a checkpoint always holds the whole state of the training",
     "resume_from_checkpoint": "it is a flag: posttrain train --resume RUN",
     "checkpoint_dir": "checkpoints lie in RUN/checkpoints; the folder for runs is a flag: --run FOLDER",
@@ -141,9 +143,10 @@ ABSENT: dict[str, str] = {
 
 FAMILIES: dict[str, str] = {
     "megatron_": "the policy is a Hugging Face model under FSDP2 (grid.dp_shard, grid.dp_replicate), not Megatron",
-    "ray_": "roles run in this process; Ray is not used yet (grid)",
+    "ray_": "grid.backend=ray hosts the roles in Ray, with what is under grid; the cluster is the one of RAY_ADDRESS, or one "
+    "that posttrain launch ray starts",
     "wandb_": "what the hook wandb can be told is in its options, as hooks=[{name: wandb, options: {project: NAME}}]",
-    "weight_broadcast_": "weights travel as snapshots in host memory, with nothing more to set; see weights",
+    "weight_broadcast_": "engines pull weights as snapshots; what can be set is under weights",
     "eval_": "evals run on the run's own engines, behind what trains; what can be set is in the entries of evals",
     "event_": "events.jsonl is written as things happen, with nothing to set",
     "system_metrics_": "the machine's load is not recorded; metrics.jsonl has the times of each step",

@@ -255,7 +255,7 @@ class NotYet:
 
 _NO_ROUTES = (
     "no engine returns the experts that it chose: hf does not record them, and vLLM does in its Model Runner V2 only, "
-    "which requires Triton, so not on a CPU"
+    "which requires Triton, so not on a CPU; on a GPU posttrain does not ask for them yet"
 )
 
 NOT_YET: dict[str, NotYet] = {

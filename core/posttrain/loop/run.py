@@ -71,8 +71,14 @@ def train(loaded: LoadedConfig, *, run_dir: str | Path | None = None, resume: st
                     tracker.declare({name: env.metrics for name, env in parts.environments.items()})
                     with few_collections(config.rl.batch_per_replica * (1 + config.rollout.max_async_rollout)):
                         done = run_to_end(_run(parts, found, loaded.tree))
-            outcome = "Done" if done else f"Nothing left to do: the run has its {config.rl.steps} steps, 0 done now"
+            outcome = "Done" if done else f"Nothing left to do: {_all_there(found, config.rl.steps)}, 0 done now"
             return RunResult(directory.path, done, tracker.finish(outcome))
+
+
+def _all_there(found: checkpoint.Checkpoint | None, steps: int) -> str:
+    if found is None or found.step <= steps:
+        return f"the run has its {steps} steps"
+    return f"the run has {found.step} steps, more than rl.steps={steps}"
 
 
 async def _run(parts: Parts, found: checkpoint.Checkpoint | None, tree: Mapping[str, Any]) -> int:

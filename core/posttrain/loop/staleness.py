@@ -53,5 +53,5 @@ def refuse_off_policy(groups: Iterable[Group], version: int) -> None:
                     "nothing of this batch was trained on",
                     fix="the engine stamped a version that it did not have, or weights changed under a request: a fault of the "
                     "engine plug-in or of posttrain, to be reported with the run's events.jsonl",
-                    code="off-policy",
+                    anchor="troubleshooting.md#token-n-of-sample--was-sampled-by-version-v-not-by-version-w", code="off-policy",
                 )

@@ -71,7 +71,8 @@ class Stream:
             finally:  # also when it is cancelled a second time
                 for flight in flying:
                     self.flights.end(flight)  # one that was cancelled before it began did not end itself
-        for index in [*self._arrived, *(flight.draw.index for flight in flying)]:
+        unused = [*(flight.draw for flight in flying), *self.desk.prompts.waiting_again()]
+        for index in dict.fromkeys([*self._arrived, *(draw.index for draw in unused)]):
             self.desk.ledger.move(index, "dropped", "unused", step=self.desk.config.rl.steps + 1)
 
     def ask(self, round: Round, more: int) -> None:
@@ -140,13 +141,13 @@ class Stream:
             await versions.wait_published(versions.delivered + 1)
             self._delivering = True
             await versions.bring(versions.next, delivered=self._delivered)
-            for flight in self.flights.older_than(versions.delivered - self._limit):
-                await self._abort(flight, "stale")
 
-    def _delivered(self) -> None:
-        """The engines have the next version: more may be dispatched, also while they are validated."""
+    async def _delivered(self) -> None:
+        """The engines have the next version: more may be dispatched, also while they are validated, and what is too old ends."""
         self._delivering = self._broken = False
         self._free.set()
+        old = self.flights.older_than(self.desk.versions.delivered - self._limit)
+        await asyncio.gather(*(self._abort(flight, "stale") for flight in old))
 
     async def _fly(self, flight: Flight) -> None:
         """One prompt from dispatch to its scored group, or back among those to be dispatched; never raises."""

@@ -72,7 +72,7 @@ class Versions:
             self._note({"time/sync_s": _now() - began})
             self._updates = {kept: u for kept, u in self._updates.items() if kept > version - KEPT} | {version: update}
 
-    async def bring(self, version: int, delivered: Callable[[], None] = lambda: None) -> None:
+    async def bring(self, version: int, delivered: Callable[[], Awaitable[None]] | None = None) -> None:
         """Bring the engines to `version`, which is published by now or will be, and validate and evaluate where that is due.
 
         delivered: called when they have it, before the validation.
@@ -90,7 +90,8 @@ class Versions:
             self._note(timings)
             await self._hooks.call("after_publish", version=version, metrics=timings)
         await self._move(delivered=version)
-        delivered()
+        if delivered is not None:
+            await delivered()
         await self._validate(version)
         await self._move(validated=version)
         if self._evaluate is not None:

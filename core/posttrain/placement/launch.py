@@ -13,6 +13,7 @@ import shlex
 from dataclasses import dataclass
 
 from posttrain.errors import EXIT_RETRYABLE, ConfigError
+from posttrain.placement.cluster import seats
 from posttrain.placement.grid import Grid
 from posttrain.placement.ports import RAY_PORT
 from posttrain.placement.shared_root import node_local
@@ -20,7 +21,10 @@ from posttrain.placement.shared_root import node_local
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """One job. `arguments`: of `posttrain train`, without flags that say where to run. Paths are absolute."""
+    """One job. `arguments`: of `posttrain train`, without flags that say where to run. Paths are absolute.
+
+    ray_cpus: the least that Ray offers on each node, where the node has fewer cores
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -30,6 +34,7 @@ class SlurmJob:
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: int | None = None
+    ray_cpus: int = 0
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -66,6 +71,18 @@ def nodes_for(grid: Grid, gpus_per_node: int, nodes: int | None) -> int:
             code="launch",
         )
     return nodes or fewest
+
+
+def cpus_of(grid: Grid) -> int:
+    """CPUs that all roles of a grid take from Ray, on devices or without: on one node, fewer cores must not end the run."""
+    return int(max(seats(grid, gpu=gpu).needs["CPU"] for gpu in (False, True)))
+
+
+def cpus_for(grid: Grid, nodes: int, gpus_per_node: int) -> int:
+    """The same for each of several nodes: without devices its part of the roles, so that Ray does not put them all on one."""
+    if gpus_per_node:
+        return 2 * gpus_per_node  # a device has two roles at most, with a CPU each
+    return -(-(grid.policy[1] + grid.rollout[0]) // nodes)
 
 
 def warnings(job: SlurmJob) -> list[str]:
@@ -117,6 +134,7 @@ def _values(job: SlurmJob) -> dict[str, str]:
         "ROOT": shlex.quote(job.root),
         "LOG_DIR": shlex.quote(job.log_dir),
         "RAY_PORT": str(job.ray_port),
+        "RAY_CPUS": str(job.ray_cpus),
         "REQUEUES": str(job.requeues),
         "RETRYABLE": str(EXIT_RETRYABLE),
         "IMAGE": shlex.quote(job.image or ""),
@@ -251,11 +269,14 @@ fi
 RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
-# ray_on NODE OPTION...: a node of the cluster, until the job ends.
+# ray_on NODE OPTION...: a node of the cluster, until the job ends. It offers its cores, and at least what the roles take there.
 ray_on() {
   local node="$1"
   shift
-  on "$node" ray ray start "$@" --disable-usage-stats --block >"$LOG_DIR/ray-$SLURM_JOB_ID-$node.log" 2>&1 &
+  # shellcheck disable=SC2016
+  on "$node" ray bash -c 'cores="$(OMP_NUM_THREADS="" OMP_THREAD_LIMIT="" nproc)"
+    exec ray start "$@" --num-cpus="$((cores > $0 ? cores : $0))" --disable-usage-stats --block' @RAY_CPUS@ "$@" \
+    >"$LOG_DIR/ray-$SLURM_JOB_ID-$node.log" 2>&1 &
   steps+=($!)
 }
 

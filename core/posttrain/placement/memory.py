@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain.placement.grid import Grid, resolve_grid
+from posttrain.placement.grid import Grid, resolve_grid, transport_of
 from posttrain.weights.plan import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FP32 = 4
 MASTERS = ("adamw_master", "fusedadam")
 """Optimizers that keep an fp32 copy of parameters that are stored narrower."""
+
+Place = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Term:
     name: str
     nbytes: int
     why: str
-    place: Literal["device", "host"] = "device"
+    place: Place = "device"
 
 
 def shape_of(parameters: Sequence[tuple[str, tuple[int, ...]]], config: Mapping[str, Any]) -> ModelShape:
@@ -114,10 +116,16 @@ def policy_memory(
     chunk = min(rl.logprob_chunk_tokens, tokens)
     terms.append(Term("log-prob chunk", FP32 * shape.vocab * chunk, f"{chunk} tokens x {shape.vocab:,} in fp32"))
     if slot_bytes is not None:
-        terms.append(Term("publication slots", 2 * slot_bytes, "two at most, the second when first needed", "host"))
+        slots: Place = "device" if _slots_on_device(config) else "host"
+        terms.append(Term("publication slots", 2 * slot_bytes, "two at most, the second when first needed", slots))
     copied = own * (stored + 2 * moments + (FP32 if masters else 0))
     terms.append(Term("checkpoint copy", copied, "weights and optimizer, until written", "host"))
     return terms
+
+
+def _slots_on_device(config: RunConfig) -> bool:
+    """Whether the policy keeps its publications in GPU memory, as the transport nixl can be told to."""
+    return transport_of(config) == "nixl" and str(config.weights.options.get("device", "")).partition(":")[0] == "cuda"
 
 
 def rollout_memory(config: RunConfig, shape: ModelShape, *, staging_bytes: int) -> list[Term]:

@@ -120,7 +120,7 @@ def recovery_steps(
     """The five steps, numbered; before them what goes first for a weight update or an engine's start."""
     case = Case(config, exc, asked)
     steps = (_utilization, _micro_batch, _lengths, _images, _stop)
-    return [*_first(config, exc), *(f"{number} {step(case)}" for number, step in enumerate(steps, 1))]
+    return [*_first(case), *(f"{number} {step(case)}" for number, step in enumerate(steps, 1))]
 
 
 def changed(config: RunConfig, offer: Offer) -> RunConfig:
@@ -139,8 +139,8 @@ def _typed(offer: Offer) -> str:
     return " ".join(f"{key}={value!r}".replace(", ", ",").replace("(", "[").replace(")", "]") for key, value in offer.items())
 
 
-def _first(config: RunConfig, exc: BaseException | None) -> list[str]:
-    r = config.rollout
+def _first(case: Case) -> list[str]:
+    config, exc, r = case.config, case.exc, case.config.rollout
     if isinstance(exc, WeightSyncError):
         lanes, size = config.weights.max_concurrent_lanes or "all", config.weights.bucket_bytes
         return [
@@ -148,11 +148,18 @@ def _first(config: RunConfig, exc: BaseException | None) -> list[str]:
             f"or weights.bucket_bytes (now {size})"
         ]
     if isinstance(exc, EngineStartError) and exc.code in _START_CODES:
+        width = "the second number of grid.shapes.rollout" if config.grid.shapes.rollout else "grid.ranks"
+        more = (  # under grid.backend=local an engine has one device, and posttrain eval starts one of that kind
+            f"; or raise rollout.tensor_parallel_size (now {r.tensor_parallel_size}) and {width} together: more devices for "
+            "one engine"
+            if config.grid.backend == "ray" and r.engine == "vllm" and case.asked is None
+            else ""
+        )
         cpu = "; on a CPU raise rollout.options.kv_cache_gib" if r.engine == "vllm" else ""
         return [
             f"- first, the engine did not fit: lower rollout.max_model_len (now {r.max_model_len}) or rollout.max_num_seqs "
             f"(now {r.max_num_seqs}), or change rollout.gpu_memory_utilization (now {r.gpu_memory_utilization}): higher for "
-            f"a KV cache that lacks room, lower where others use the device too{cpu}"
+            f"a KV cache that lacks room, lower where others use the device too{cpu}{more}"
         ]
     return []
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from posttrain.errors import EngineStartError, RunInterrupted, WeightSyncError
 from posttrain.placement import stacks
 from posttrain.rollout.engine import Engine, EngineSpec
-from posttrain.rollout.vllm_errors import check_model, start_error
+from posttrain.rollout.vllm_errors import check_model, death_cause, start_error
 from posttrain.rollout.vllm_processes import children, engine_processes, forget_names, kill, process_name
 from posttrain.rollout.vllm_start import (
     check_api,
@@ -76,6 +76,7 @@ class VllmEngine(Engine):
         self._processes: list[psutil.Process] = []
         self._killing: threading.Thread | None = None
         self._log: Path | None = None
+        self._log_start = 0  # an engine before this one wrote to the same file
         self._version: int | None = None
         self._paused = self._abandoned = False
         self._receiver: tuple[str, str | None] | None = None
@@ -97,6 +98,7 @@ class VllmEngine(Engine):
     async def start(self) -> None:
         await asyncio.to_thread(self.preflight, self.spec, self.options)
         self._log, log_config = log_files(self.spec)
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         before = children()
         self._abandoned = False
         launch = asyncio.create_task(asyncio.to_thread(self._launch, log_config))
@@ -201,7 +203,7 @@ class VllmEngine(Engine):
     def _dead(self) -> RunInterrupted:
         return RunInterrupted(
             self.invalid or "the vLLM engine died",
-            cause=f"see {self._log}",
+            cause=death_cause(self._log, self._log_start),
             fix="read the log, then --resume",
             code="engine-dead",
         )

@@ -1,4 +1,4 @@
-"""Why vLLM did not start, told apart: each failure with its fix.
+"""Why vLLM did not start, told apart: each failure with its fix. And whether an engine that died had run out of memory.
 
 What can be seen from the model's config is checked before any process starts; the rest is read from the exception and the tail
 of the engine's log, because vLLM's own exception only says that its worker failed.
@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.data.hub import HUB_FAILURES, Failure, known_failure, model_config
 from posttrain.errors import EngineStartError
+from posttrain.placement.out_of_memory import ran_out
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import EngineSpec
 
 MIN_CPU_HEAD_DIM = 32
+
+_ERROR = re.compile(r"\bERROR\b|\w(Error|Exception)\b|bad_alloc")
 
 _KV_FIX = (
     "lower rollout.max_model_len or rollout.max_num_seqs, raise rollout.gpu_memory_utilization (on a CPU: "
@@ -107,6 +110,16 @@ def start_error(exc: BaseException, spec: EngineSpec, log: Path | None) -> Engin
     return EngineStartError("vLLM did not start", cause=cause, fix="the log says more", where=where, code="engine-start")
 
 
+def death_cause(log: Path | None, start: int = 0) -> str:
+    """Where to look for why an engine died; before it the last line from byte `start` on that says that memory ran out.
+
+    Only lines that tell of an error: vLLM also advises on memory that nobody lacks.
+    """
+    errors = (line for line in reversed(_tail(log, start=start).splitlines()) if _ERROR.search(line))
+    said = next((line.strip()[:500] for line in errors if ran_out(RuntimeError(line))), "")
+    return "; ".join(filter(None, [said, f"see {log}"]))
+
+
 def _check_architecture(config: dict[str, Any], model: str) -> None:
     from vllm.model_executor.models import ModelRegistry
 
@@ -150,11 +163,11 @@ def _check_workers(config: dict[str, Any], spec: EngineSpec) -> None:
         )
 
 
-def _tail(log: Path | None, size: int = 200_000) -> str:
+def _tail(log: Path | None, size: int = 200_000, start: int = 0) -> str:
     if log is None or not log.exists():
         return ""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - size))
+        file.seek(max(start, log.stat().st_size - size))
         return file.read().decode(errors="replace")
 
 

@@ -36,8 +36,8 @@ WALL = "time/wall_s"
 LAST = 0.2
 """Share of the points that are the end."""
 BESIDE = (
-    "staleness/mean", "staleness/p95", "staleness/max", "policy/logprob_gap", "policy/logprob_gap_mean",
-    "policy/logprob_gap_max", "policy/ratio_min", "policy/ratio_max",
+    "staleness/mean", "staleness/p95", "staleness/max", "policy/logprob_gap", "policy/logprob_gap_max",
+    "policy/ratio_min", "policy/ratio_max",
 )  # fmt: skip
 """Metrics that say how far engine and trainer were apart."""
 HIGHER_IS_BETTER = ("reward/", "/margin", "/accuracy")

@@ -1,8 +1,9 @@
 """One rollout body's receiving end: it pulls a publication into its own staging memory, proves it, and hands it to its engine.
 
 Phase 1 (`stage`, `prove`) touches no engine; it may begin while the publication is still being written. Phase 2 (`commit`) pauses
-the engine, applies, and lets it go on; what fails there leaves the lane invalid. Staging is one copy of the weights, reused from
-update to update, and dropped with its transport when a pull is overdue: a late write goes to memory that nobody reads.
+the engine, applies, and lets it go on; what fails there leaves the lane invalid. Staging is one copy of the weights (two where a
+second read is compared), reused from update to update, and dropped with its transport when a pull is overdue: a late write goes
+to memory that nobody reads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from posttrain.weights.plan import Bucket, coverage_problems, pull_order
 from posttrain.weights.progress import Known, staging_bytes
 from posttrain.weights.publication import Publication
 from posttrain.weights.shared_files import shared_folder, sweep
-from posttrain.weights.transport import Staged, Transport, runs
+from posttrain.weights.transport import Staged, Transport, room, runs
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine import Engine
@@ -79,6 +80,7 @@ class Receiver:
         self._number, self._compare, self._grace_s = number, compare_bytes, grace_s
         self._transport = transport.fresh()
         self._staging: Region | None = None
+        self._again: Region | None = None  # of the second read, where bytes are compared
         self._begun: _Begun | None = None
         self._arrived: _Arrived | None = None
         self._staged: Staged | None = None
@@ -291,12 +293,11 @@ class Receiver:
 
     def _pull(self, publication: Publication, bucket: Bucket, known: Known, staging: Region) -> None:
         """A bucket, and how far its rank is by now. Runs in a thread."""
-        handle = publication.handles[bucket.rank]
-        self._transport.pull(handle, (*bucket.pieces, *known.pieces(bucket.rank)), staging)
+        handle, transport, again = publication.handles[bucket.rank], self._transport, self._again
+        transport.pull(handle, (*bucket.pieces, *known.pieces(bucket.rank)), staging)
         known.read(bucket.rank, staging.buffer)
-        if self._compare:
-            again = self._transport.staging(staging.nbytes)
-            self._transport.pull(handle, bucket.pieces, again)
+        if again is not None:
+            transport.pull(handle, bucket.pieces, again)
             for start, nbytes in ((p.target, p.nbytes) for p in bucket.pieces):
                 if not torch.equal(again.buffer[start : start + nbytes], staging.buffer[start : start + nbytes]):
                     raise WeightSyncError("differs from what was published", cause="weights.verify_weight_values read it twice")
@@ -329,24 +330,21 @@ class Receiver:
         self._thread = None
 
     async def _drop_transport(self) -> None:
-        old, staging = self._transport, self._staging
-        self._transport, self._staging = old.fresh(), None
+        old, regions = self._transport, filter(None, (self._staging, self._again))
+        self._transport, self._staging, self._again = old.fresh(), None, None
 
         def drop() -> None:
             old.close()
-            if staging is not None:
-                staging.release()
+            for region in regions:
+                region.release()
 
         with contextlib.suppress(TimeoutError):
             await within(start_thread(drop), self._grace_s)
 
     def _staging_for(self, nbytes: int) -> Region:
-        if self._staging is None or self._staging.nbytes < nbytes:
-            if self._staging is not None:
-                self._staging.release()
-            self._staging = self._transport.staging(nbytes, shared=self.engine.shared_staging)
-            self._transport.register(self._staging)
-        return self._staging
+        self._staging = staging = room(self._transport, nbytes, self._staging, shared=self.engine.shared_staging)
+        self._again = room(self._transport, nbytes, self._again) if self._compare else None
+        return staging
 
     def _check_coverage(self, publication: Publication) -> None:
         expected = self.engine.parameters()

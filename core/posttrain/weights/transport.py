@@ -81,6 +81,16 @@ class Transport(Declares, ABC):
         """Give back everything this end holds, the slots it allocated included; ends running pulls if it can. Idempotent."""
 
 
+def room(transport: Transport, nbytes: int, kept: Region | None, *, shared: bool = False) -> Region:
+    """Registered staging of at least `nbytes`: what is kept, or another in its place."""
+    if kept is None or kept.nbytes < nbytes:
+        if kept is not None:
+            kept.release()
+        kept = transport.staging(nbytes, shared=shared)
+        transport.register(kept)
+    return kept
+
+
 @dataclass(frozen=True)
 class Staged:
     """A publication in the staging memory of one lane, every bucket verified: what `Engine.apply` takes.

@@ -33,9 +33,9 @@ def plugins(snapshot: Snapshot) -> Iterator[Finding]:
 
 def hub(snapshot: Snapshot) -> Iterator[Finding]:
     offline = snapshot.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    token = (
-        f"token from {snapshot.hub_token}"
-        if snapshot.hub_token
-        else "no token; gated models and private data need one (HF_TOKEN)"
-    )
+    if not snapshot.hub_token and not offline:
+        what = "no token: gated models and private data are refused, everything public is fetched"
+        yield Finding("hub", "warn", what, "where they are needed: export HF_TOKEN=…, or hf auth login")
+        return
+    token = f"token from {snapshot.hub_token}" if snapshot.hub_token else "no token"
     yield Finding("hub", "ok", token + ("; HF_HUB_OFFLINE: nothing is fetched" if offline else ""))

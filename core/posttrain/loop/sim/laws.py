@@ -47,8 +47,10 @@ def of_a_dispatch(life: Life, drawn: set[str], samples: int) -> None:
     if world.order == "arrival":
         capacity = max(slots(config), config.rl.group_size)
         hold(samples <= capacity, f"{samples} samples in the engines, there are {capacity} slots")
-    if not config.rl.min_informative_groups and not isinstance(controller.source, Stream):
+    if not config.rl.min_informative_groups:
         most = (controller.versions.delivered + 1 + world.ahead - (controller.desk.first - 1)) * world.per_step
+        if isinstance(controller.source, Stream):
+            most += controller.source._extra  # in place of what was dropped
         hold(
             len(drawn) <= most, f"{len(drawn)} prompts asked for, {most} are allowed with version {controller.versions.delivered}"
         )
