@@ -15,8 +15,9 @@ import pytest
 
 from posttrain.config.schema import GridConfig, ShapesConfig
 from posttrain.errors import ConfigError
+from posttrain.placement.cluster import cpus_of
 from posttrain.placement.grid import resolve_grid
-from posttrain.placement.launch import SlurmJob, cpus_for, cpus_of, devices, nodes_for, sbatch_script, warnings
+from posttrain.placement.launch import SlurmJob, cpus_for, devices, nodes_for, sbatch_script, warnings
 
 GOLDEN = Path(__file__).parents[1] / "data" / "launch"
 ONE = SlurmJob(name="arithmetic", arguments=("experiment=arithmetic_grpo", "rl.steps=2"), backend="local", root="/shared/runs",

@@ -15,8 +15,9 @@ from posttrain.cli.main import Parser
 from posttrain.cli.train import add_config_arguments, load
 from posttrain.config.secrets import conceal_text
 from posttrain.errors import EXIT_OK, ConfigError
+from posttrain.placement.cluster import cpus_of
 from posttrain.placement.grid import resolve_grid
-from posttrain.placement.launch import SlurmJob, cpus_for, cpus_of, nodes_for, sbatch_script, warnings
+from posttrain.placement.launch import SlurmJob, cpus_for, nodes_for, sbatch_script, warnings
 from posttrain.placement.ports import RAY_PORT
 from posttrain.tracking.run_dir import output_root
 

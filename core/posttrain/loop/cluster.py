@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain import plugins
 from posttrain.errors import ConfigError
 from posttrain.loop.policy_group import PolicyGroup, RemoteRank
-from posttrain.placement.cluster import Cluster, Seat, Seats, connect, seats
+from posttrain.placement.cluster import Cluster, Seat, Seats, connect, cpus_of, seats
 from posttrain.placement.grid import resolve_grid, transport_of
 from posttrain.placement.host import Place, PluginRef, RoleSpec, boot_id
 from posttrain.placement.remote import Fleet
@@ -144,8 +144,7 @@ def open_cluster(config: RunConfig, run_dir: RunDir, say: Callable[[str], None])
     """Join or start the cluster and reserve what the grid needs. Raises EngineStartError; nothing is left then."""
     grid = resolve_grid(config.grid)
     with ExitStack() as stack:
-        roles = grid.policy[1] + grid.rollout[0]
-        cluster = stack.enter_context(connect(logs=run_dir.logs, cpus=roles))
+        cluster = stack.enter_context(connect(logs=run_dir.logs, cpus=cpus_of(grid)))
         plan = seats(grid, gpu=cluster.gpus > 0)
         cluster.reserve(plan, timeout=config.grid.start_timeout_s)
         nonce = stack.enter_context(written(run_dir.path))

@@ -88,6 +88,11 @@ def seats(grid: Grid, *, gpu: bool) -> Seats:
     return Seats(tuple(bundles), tuple(places))
 
 
+def cpus_of(grid: Grid) -> int:
+    """CPUs that all roles of a grid take from Ray, on devices or without: on one node, fewer cores must not end the run."""
+    return int(max(seats(grid, gpu=gpu).needs["CPU"] for gpu in (False, True)))
+
+
 def _colocated(policy_ranks: int, replicas: int, width: int) -> Seats:
     """Bundles of `width` devices, so that a replica's devices are on one node with the policy ranks it shares them with.
 

@@ -13,7 +13,6 @@ import shlex
 from dataclasses import dataclass
 
 from posttrain.errors import EXIT_RETRYABLE, ConfigError
-from posttrain.placement.cluster import seats
 from posttrain.placement.grid import Grid
 from posttrain.placement.ports import RAY_PORT
 from posttrain.placement.shared_root import node_local
@@ -71,11 +70,6 @@ def nodes_for(grid: Grid, gpus_per_node: int, nodes: int | None) -> int:
             code="launch",
         )
     return nodes or fewest
-
-
-def cpus_of(grid: Grid) -> int:
-    """CPUs that all roles of a grid take from Ray, on devices or without: on one node, fewer cores must not end the run."""
-    return int(max(seats(grid, gpu=gpu).needs["CPU"] for gpu in (False, True)))
 
 
 def cpus_for(grid: Grid, nodes: int, gpus_per_node: int) -> int:

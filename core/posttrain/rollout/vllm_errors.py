@@ -21,9 +21,10 @@ MIN_CPU_HEAD_DIM = 32
 
 _ERROR = re.compile(r"\bERROR\b|\w(Error|Exception)\b|bad_alloc")
 
+_WIDER = "spread the model: rollout.tensor_parallel_size and grid.ranks together, under grid.backend=ray"
 _KV_FIX = (
     "lower rollout.max_model_len or rollout.max_num_seqs, raise rollout.gpu_memory_utilization (on a CPU: "
-    "rollout.options.kv_cache_gib), or spread the model with rollout.tensor_parallel_size"
+    f"rollout.options.kv_cache_gib), or {_WIDER}"
 )
 
 
@@ -40,7 +41,7 @@ FAILURES = (
         "device-memory",
         "the device has less free memory than the engine may take",
         "lower rollout.gpu_memory_utilization (with rollout.max_model_len and rollout.max_num_seqs, if the KV cache then lacks "
-        "room), or end what else uses the device",
+        f"room), end what else uses the device, or {_WIDER}",
         r"Free memory on device .* is less than|less than desired (CPU|GPU) memory utilization",
     ),
     Failure(
@@ -54,7 +55,7 @@ FAILURES = (
     Failure(
         "memory",
         "the model does not fit into memory",
-        "use rollout.dtype=bfloat16, a smaller model, or rollout.tensor_parallel_size",
+        f"use rollout.dtype=bfloat16 or a smaller model, or {_WIDER}",
         r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|MemoryError",
     ),
     Failure(
