@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -328,15 +329,28 @@ def test_a_run_that_needs_more_than_the_cluster_has_ends_before_anything_loads(r
         start(root, "grid.shapes.rollout=[4,1]", "rl.batch_per_replica=32")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), also(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_driver_leaves_no_process(root: Path, number: int, code: int) -> None:
-    """With a cluster of its own, which has to go too."""
+@pytest.mark.parametrize(
+    ("how", "number", "code"),
+    [
+        ("train", signal.SIGKILL, -9), ("launch ray --ray-port PORT", signal.SIGINT, 130), also("train", signal.SIGINT, 130),
+        also("train", signal.SIGTERM, 143),
+    ],
+)  # fmt: skip
+def test_a_signal_to_the_driver_leaves_no_process(root: Path, how: str, number: int, code: int) -> None:
+    """With a cluster of its own, which has to go too. Ctrl-C is sent to all, as a terminal does."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    command = [sys.executable, "-m", "posttrain.cli", "train", *SMALL, "rl.steps=500", "--run", str(root)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        words = how.replace("PORT", str(free.getsockname()[1])).split()
+    command = [sys.executable, "-m", "posttrain.cli", *words, *SMALL, "rl.steps=500", "--run", str(root)]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as driver:
         run = wait_for_step(root, driver, 2)
         family = psutil.Process(driver.pid).children(recursive=True)
-        driver.send_signal(number)
+        if number == signal.SIGINT:
+            os.killpg(driver.pid, number)
+        else:
+            driver.send_signal(number)
         driver.wait(60)
     assert driver.returncode == code
     assert gone([*pids(run), *(child.pid for child in family)])
