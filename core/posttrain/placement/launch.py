@@ -73,7 +73,8 @@ def nodes_for(grid: Grid, gpus_per_node: int, nodes: int | None) -> int:
 
 
 def cpus_for(grid: Grid, nodes: int, gpus_per_node: int) -> int:
-    """The same for each of several nodes: without devices its part of the roles, so that Ray does not put them all on one."""
+    """The least CPUs that each node has to offer (`cluster.cpus_of`: one that has all roles): without devices its part of the
+    roles, so that Ray does not put them all on one."""
     if gpus_per_node:
         return 2 * gpus_per_node  # a device has two roles at most, with a CPU each
     return -(-(grid.policy[1] + grid.rollout[0]) // nodes)
