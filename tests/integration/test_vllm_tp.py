@@ -132,7 +132,9 @@ def test_a_core_that_is_stopped_is_what_the_report_of_a_hang_names(rig: Any, tmp
     for number, worker in enumerate(workers):
         found = re.search(rf"== VLLM::Worker_TP{number} \(pid {worker.pid}\)\n\n(.*?)(\n== |$)", text, re.DOTALL)
         assert found and "worker_busy_loop" in found[1]
-    assert re.search(r"task rollouts loop\n(.*\n)*? +_stream .*rollout/vllm.py", text)
+    assert re.search(r"task rollouts loop\n( +.*\n)*? +generate .*rollout/body.py", text)
+    assert re.search(r"task \S+ generates late\n( +.*\n)*? +_stream .*rollout/vllm.py", text)
+    assert re.search(r"task sample late/0\n( +.*\n)*? +_run .*rollout/vllm.py", text)
     assert rig.gap() < TOLERANCE, "the core goes on"
 
 

@@ -59,7 +59,8 @@ class RolloutBody:
         engine that was left paused, or half updated, may never come to the end of what it has begun."""
         reader: Reader = asyncio.Queue()
         self._readers[reader] = None
-        reading = asyncio.create_task(_read(self.engine.generate(requests), reader))
+        named = f"{self.receiver.name} generates {requests[0].id}" if requests else None  # a report of a hang has it
+        reading = asyncio.create_task(_read(self.engine.generate(requests), reader), name=named)
         try:
             while (item := await reader.get()) is not None:
                 if isinstance(item, BaseException):

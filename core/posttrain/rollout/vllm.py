@@ -152,7 +152,11 @@ class VllmEngine(Engine):
 
     async def _stream(self, llm: AsyncLLM, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._sample(llm, request, i, finished)) for request in requests for i in request.indices]
+        tasks = [
+            asyncio.create_task(self._sample(llm, request, i, finished), name=f"sample {_child_id(request.id, i)}")
+            for request in requests
+            for i in request.indices
+        ]
         try:
             for _ in tasks:
                 item = await finished.get()
